@@ -2,8 +2,5 @@
 
 Read `run.py`, the way from the settings to the saved model, and `step.py`, one step. Next to them are `rollouts/`,
 `rewards/`, `checkpoints.py` and `report/`. `config.py` checks settings, `data.py` rows, `policy.py` the model and
-`metrics.py` numbers.
-
-A run by default reads nothing of `rewards/math.py` and `rollouts/vllm.py`. `embedded/` holds the problems and the
-model of the demo, `analyze/` looks at what runs have written.
+`metrics.py` numbers. `embedded/` holds the demo's problems and model, `analyze/` looks at what runs have written.
 """

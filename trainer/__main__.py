@@ -1,9 +1,9 @@
 """`python -m trainer`, or `cfa-train`: help, wrong flags and missing files before slow imports."""
 
-import importlib.util
 import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,15 +29,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def add_examples() -> None:
     """Let `examples.code` and the like be imported where the program is installed, behind a user's own `examples`."""
-    ours = importlib.util.find_spec(f"{__package__}.examples")  # none in a checkout, which they are next to
-    if ours is None or ours.submodule_search_locations is None:
+    ours = Path(__file__).with_name("examples")
+    if not ours.is_dir():  # in a checkout they are next to the trainer
         return
-    places = [*ours.submodule_search_locations]
 
     def find_spec(name: str, *_: Any) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name) or ModuleSpec(name, None) if name == "examples" else None
         if spec is not None:
-            spec.submodule_search_locations = [*(spec.submodule_search_locations or ()), *places]
+            spec.submodule_search_locations = [*(spec.submodule_search_locations or ()), str(ours)]
         return spec
 
     # A user's package is imported when something of it is asked for, not before.

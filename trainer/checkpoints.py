@@ -64,11 +64,15 @@ class RunFolder:
         step, report = on_first(lambda: _last_step(self.path)), dict[str, Any]()
         if step is not None:
             folder = self._checkpoint(step)
-            with _reading(folder, "the one before"):
+            try:
                 content = json.loads((folder / "run.json").read_bytes())
                 digest, report = content["digest"], content["report"]
-                short = [n for n, size in report["bytes"].items() if _size(self.path / n) < size]
+                sizes = {file.name: file.stat().st_size for file in self.path.iterdir()}
+                short = [name for name, size in report["bytes"].items() if sizes.get(name, 0) < size]
                 state = torch.load(folder / "state.pt", "cpu", weights_only=True)
+            except Exception as problem:  # a damaged file fails in as many ways as it has bytes
+                what = f"{folder} cannot be read ({type(problem).__name__}: {problem})"
+                raise Refused(f"{what}; remove it to resume from the one before; {_NEW}") from problem
             if digest != self._digest:
                 raise Refused(f"{self.path} was begun with other base weights, problems, prompts or device; {_NEW}")
             if short:  # it would be filled up with zeros
@@ -77,6 +81,7 @@ class RunFolder:
                 raise Refused(f"max_steps: {self.path} is at step {step} already, got {config.max_steps}")
             gather(None)  # none of the processes has failed before this
             restore(trainer, state)
+        on_first(lambda: (self.path / _SUMMARY).unlink(missing_ok=True))  # else killed at its last step it is finished
         on_first(lambda: write_whole(self.path / _SETTINGS, to_yaml(config, made_by())))
         return step or 0, report
 
@@ -112,15 +117,6 @@ class RunFolder:
 
     def _checkpoint(self, step: int) -> Path:
         return self.path / "checkpoints" / f"step-{step}"
-
-
-@contextlib.contextmanager
-def _reading(path: Path, before: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as problem:  # a damaged file fails in as many ways as it has bytes
-        what = f"{path} cannot be read ({type(problem).__name__}: {problem})"
-        raise Refused(f"{what}; remove it to resume from {before}; {_NEW}") from problem
 
 
 def restore(trainer: Trainer, state: dict[str, Any]) -> None:
@@ -169,13 +165,11 @@ def _opened(config: TrainConfig, stack: contextlib.ExitStack) -> RunFolder:
         return run
     if changed := _differences(read_settings(path / _SETTINGS), config):
         raise Refused(f"{path} was begun with other settings: {', '.join(changed)}. Give the same ones, or {_NEW}")
-    if (path / _SUMMARY).exists():
-        with _reading(path / _SUMMARY, "the last checkpoint"):
-            steps = int(json.loads((path / _SUMMARY).read_bytes())["steps"])
-        if steps >= config.max_steps:
-            raise Finished(f"{path} is finished: it has the {config.max_steps} steps that are asked for; {_NEW}")
+    last = _last_step(path)  # none where a finished run's checkpoints were removed
+    if (path / _SUMMARY).exists() and (last is None or last >= config.max_steps):
+        raise Finished(f"{path} is finished; {_NEW}")
     with contextlib.suppress(Exception):  # `begin` says what is wrong with the checkpoint
-        content = json.loads((run._checkpoint(_last_step(path) or 0) / "run.json").read_bytes())
+        content = json.loads((run._checkpoint(last or 0) / "run.json").read_bytes())
         run.started = datetime.fromisoformat(content["started"])
     return run
 
@@ -201,10 +195,6 @@ def _digest(trainer: Trainer) -> str:
 
 def _is_begun(path: Path) -> bool:
     return bool(_steps(path)) or (path / _SUMMARY).exists()
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
 
 
 def _last_step(path: Path) -> int | None:

@@ -67,10 +67,7 @@ _Yaml.add_implicit_resolver(
 
 
 def parse(argv: Sequence[str], *, prog: str) -> TrainSettings:
-    """Fill the settings from, in rising order: their defaults, the model folder's, `--config`, flags.
-
-    A setting that is wrong ends the program with exit code 2 and a message that names it.
-    """
+    """Fill the settings from, in rising order: their defaults, the model folder's, `--config`, flags."""
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     before.add_argument("--config")
     before.add_argument("--model")

@@ -30,11 +30,10 @@ class TrainConfig(TrainSettings):
         except RuntimeError as problem:
             raise ValueError(f"device must be auto, cpu or a GPU such as cuda:0, got {self.device!r}") from problem
         self.refuse()
-        names = {name: value for name, value in self.loss_options.items() if name != "score_centering"}
-        if (high := self.importance_sampling_clip_max) is not None:
-            names |= {"sampling_mode": self.importance_sampling_mode, "sampling_clip_max": high}
-        joins_tokens = LossOptions(**names).joins_tokens
-        if self.score_centering:
+        options = self.loss_options
+        is_centered = options.pop("score_centering")
+        joins_tokens = LossOptions(**options).joins_tokens
+        if is_centered:
             check_joins(joins_tokens)
 
     def refuse(self, processes: int = 1) -> None:
@@ -70,20 +69,19 @@ class TrainConfig(TrainSettings):
         return NONE if credit.control == "off" else ", ".join(filter(None, [credit.estimator.name, credit.control]))
 
     @property
-    def reward_options(self) -> dict[str, Any]:
-        """Return the options of reward functions, by the names that `load_reward` takes."""
-        return {**vars(self.counterfactual().answers), "timeout": self.reward_timeout}
-
-    @property
     def loss_options(self) -> dict[str, Any]:
         """Return the options of the policy loss, by the names it takes."""
         names = (*NUMBERS, "loss_type", "importance_sampling_level", "max_completion_length", "score_centering")
-        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+        options = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        if (high := self.importance_sampling_clip_max) is not None:
+            options |= {"sampling_mode": self.importance_sampling_mode, "sampling_clip_max": high}
+        return options
 
 
 def _contradictions(c: TrainConfig) -> dict[str, bool]:
     """Say what would train something else than was asked for, and whether these settings do."""
     credit, high, url = c.counterfactual(), c.importance_sampling_clip_max, c.vllm_server_base_url
+    vllm, merges = c.rollout_engine == "vllm", getattr(credit.estimator, "merge_adapters", False)
     corrects = high is not None and c.importance_sampling_mode.startswith("token")
     weighs = credit.control != "off" or c.shaping_func is not None or corrects
     unfit = [name for name in c.reward_funcs if name in BUILT_IN and c.kind not in BUILT_IN[name].kinds]
@@ -98,26 +96,22 @@ def _contradictions(c: TrainConfig) -> dict[str, bool]:
             c.importance_sampling_mode != "token_truncate" and high is None
         ),
         **dict.fromkeys(unmet_needs(credit, NEEDS.keys() - {EXTERNAL, LOG_RATIOS, TARGETS}), True),
-        "importance_sampling_level=sequence gives a completion one ratio, so that weights of tokens by credit, "
-        "shaping_func or importance_sampling_clip_max would act by their sum; take sequence_token": (
+        "importance_sampling_level=sequence sums the weights of tokens by credit, shaping_func or "
+        "importance_sampling_clip_max; take sequence_token": (
             weighs and weights_sequences(c.loss_type, c.importance_sampling_level)
         ),
         "dtype: bfloat16 without use_peft would train weights to which most steps are lost by rounding; take mixed": (
             c.dtype == "bfloat16" and not c.use_peft
         ),
         "vllm_server_base_url and vllm_weights: only rollout_engine=vllm reads them; name it, or neither": (
-            c.rollout_engine != "vllm" and (url != TrainSettings.vllm_server_base_url or c.vllm_weights != "auto")
+            not vllm and (url != TrainSettings.vllm_server_base_url or c.vllm_weights != "auto")
         ),
         "vllm_weights: adapter sends a LoRA, and use_peft is off": c.vllm_weights == "adapter" and not c.use_peft,
         f"vllm_server_base_url must begin with http:// or https://, got {url!r}": (
             not url.startswith(("http://", "https://"))
         ),
-        "estimator.merge_adapters: there is no adapter to merge, as use_peft is off; omit it": (
-            getattr(credit.estimator, "merge_adapters", False) and not c.use_peft
-        ),
-        f"temperature: a vLLM server takes at most 2, got {c.temperature}": (
-            c.rollout_engine == "vllm" and c.temperature > 2
-        ),
+        "estimator.merge_adapters: there is no adapter to merge, as use_peft is off": merges and not c.use_peft,
+        f"temperature: a vLLM server takes at most 2, got {c.temperature}": vllm and c.temperature > 2,
         "score_centering needs the ids of a nucleus: take a top_p below 1": c.score_centering and c.top_p == 1,
         "reward_funcs must name at least one function, got none": not c.reward_funcs,
         f"reward_weights: {factors} weights for {names} reward_funcs; give one for each": factors not in (0, names),

@@ -10,16 +10,11 @@ class Ended(BaseException):
 
 
 class Ending:
-    """Request to end; as a context manager it takes the signals over, and a second Ctrl-C then ends at once.
-
-    Attributes:
-        signal: the signal that came first; None as long as none did.
-        waits: whether the run looks at `signal` itself; if not, the first one raises `Ended`.
-    """
+    """Request to end; as a context manager it takes the signals over, and a second Ctrl-C then ends at once."""
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
-        self.waits = False
+        self.signal: signal.Signals | None = None  # the first that came
+        self.waits = False  # whether the run looks at `signal` itself; if not, the first one raises `Ended`
 
     def __enter__(self) -> "Ending":
         # One that is ignored at the start stays so: nohup does that, and a shell that starts a script's command by `&`.

@@ -54,7 +54,6 @@ def evaluate(
     def solve(
         problems: Sequence[int], keys: Sequence[tuple[int, ...]] = (), **options: float
     ) -> list[tuple[bool, int]]:
-        """Complete problems, by number; return whether each is solved, and its tokens."""
         results, share = dict[int, tuple[bool, int]](), own_share(range(len(problems)))
         # Prompts of like length go together, as a batch is padded to its longest.
         by_length = sorted(share, key=lambda at: len(prompts[problems[at]]))
@@ -91,11 +90,6 @@ def wilson_interval(right: float, count: int) -> tuple[float, float]:
     centre = (share + spread / 2) / (1 + spread)
     half = math.sqrt(share * (1 - share) * spread + spread**2 / 4) / (1 + spread)
     return max(centre - half, 0.0), min(centre + half, 1.0)
-
-
-def least_gain(count: int) -> float:
-    """Give the smallest gain that an interval of so many problems tells from none, if a quarter of them change."""
-    return _NORMAL * math.sqrt(0.25 / count)
 
 
 def paired_gain(before: Evaluation, after: Evaluation) -> tuple[float, float, float]:

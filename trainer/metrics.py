@@ -67,14 +67,6 @@ def reward_metrics(
     return metrics
 
 
-def logged_metrics(logged: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Average what reward functions logged under each name."""
-    averages = Averages()
-    for name, value in logged:
-        averages.add({name: value})
-    return averages.values()
-
-
 def length_metrics(rollouts: Rollouts) -> dict[str, float]:
     """Summarize tokens per completion, and the share cut off at the limit; of nuclei, the share that a server cut."""
     lengths, cut = torch.tensor(rollouts.rows.lengths).float(), rollouts.truncated.float().mean().item()
@@ -133,10 +125,7 @@ class StageTimes:
 
 
 def require_supported(policy: nn.Module, longest: int) -> None:
-    """Raise `NotImplementedError` if the model gives wrong results for rows of up to `longest` tokens.
-
-    Every run samples rows padded to a batch and trains on packed trees.
-    """
+    """Raise `NotImplementedError` if the model gives wrong results for rows of up to `longest` tokens."""
     causal = causal_lm(policy)
     refuse_length_dependent_rope(causal, longest)
 

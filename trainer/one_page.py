@@ -6,10 +6,8 @@ Read it from top to bottom, copy it, change it. One process, no checkpoints, no 
     python -m cfa_trainer.one_page --model Qwen/Qwen3-1.7B --dataset gsm8k.jsonl --max_steps 100 --learning_rate 1e-6
 """
 
-import json
 import random
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +28,7 @@ class Settings:
     """Settings of a run, under the program's names."""
 
     model: str = str(ASSETS)  # folder or hub name of a causal model; by default the small one of the program
-    dataset: str | None = None  # JSON lines with question and answer ("... #### 72"); by default generated problems
+    dataset: str | None = None  # file or hub name, question and answer ("... #### 72"); by default generated problems
     max_steps: int = 12  # optimizer steps
     generation_batch_size: int = 128  # completions of a step
     num_generations: int = 8  # completions of a problem, which are compared with each other
@@ -124,15 +122,13 @@ def evaluate(model: Any, tokenizer: Any, problems: list[Problem], settings: Sett
 def load(settings: Settings, tokenizer: Any) -> tuple[list[Problem], list[Problem]]:
     """Load problems to train and to evaluate on, asked as the model's chat template asks them."""
     if settings.dataset is None:
-        counts = {"test": settings.eval_problems, "train": 2048}
-        some = [row for split, count in counts.items() for row in load_rows(GENERATED, split=split, count=count)]
-        pairs = [(row["question"], row["answer"]) for row in some]
+        counts, ending = {"test": settings.eval_problems, "train": 2048}, ""
+        rows = [row for split, count in counts.items() for row in load_rows(GENERATED, split=split, count=count)]
     else:
-        lines = [json.loads(line) for line in Path(settings.dataset).read_text("utf-8").splitlines()]
-        pairs = [(f"{line['question']}\n{INSTRUCTIONS['numbers']}", line["answer"]) for line in lines]
-    chats = [[{"role": "user", "content": question}] for question, _ in pairs]
+        rows, ending = load_rows(settings.dataset, split="train"), f"\n{INSTRUCTIONS['numbers']}"
+    chats = [[{"role": "user", "content": row["question"] + ending}] for row in rows]
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
-    problems = [Problem(ids, answer) for ids, (_, answer) in zip(prompts, pairs, strict=True)]
+    problems = [Problem(ids, row["answer"]) for ids, row in zip(prompts, rows, strict=True)]
     return problems[settings.eval_problems :], problems[: settings.eval_problems]
 
 

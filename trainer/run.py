@@ -96,9 +96,10 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     require_device(config.precision.device)
     if config.rollout_engine == "vllm":
         await_server(config.vllm_server_base_url)
-    rewards = load_rewards(config.reward_funcs, **config.reward_options)
+    options = {**vars(config.counterfactual().answers), "timeout": config.reward_timeout}
+    rewards = load_rewards(config.reward_funcs, **options)
     loaded = dict(zip(config.reward_funcs, rewards.values(), strict=True))
-    grader = loaded.get(config.grader) or load_reward(config.grader, **config.reward_options)
+    grader = loaded.get(config.grader) or load_reward(config.grader, **options)
     play = imported("environment", config.environment) if config.environment else None
     shape = imported("shaping_func", config.shaping_func) if config.shaping_func else None
     rows, held_out = train_and_eval_rows(config)
@@ -158,16 +159,12 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
     )  # fmt: skip
 
 
-def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | None = None) -> Path:
+def train(trainer: Trainer, folder: RunFolder, ending: Ending | None = None) -> Path:
     """Evaluate, train, evaluate again, save, from the last checkpoint on; give the run folder's path.
 
-    `folder` is as `open_run` found it, which this otherwise does itself. A request of `ending` ends the run after a
-    step. Raises as `open_run` does. `DiskError`, `FloatingPointError`, `RewardError` and `ConnectionError`, of a server
-    or an environment, name the step in their message; any other error has it in a note.
+    A request of `ending` ends the run after a step. `DiskError`, `FloatingPointError`, `RewardError` and
+    `ConnectionError`, of a server or an environment, name the step in their message; any other error has it in a note.
     """
-    if folder is None:
-        with open_run(trainer.config) as folder:
-            return train(trainer, folder, ending)
     config, ending = trainer.config, ending or Ending()
 
     def is_due(every: int | None) -> bool:
@@ -180,11 +177,8 @@ def train(trainer: Trainer, folder: RunFolder | None = None, ending: Ending | No
     batches = itertools.islice(problem_batches(len(trainer.rows), per_step, config.seed), start, None)
     with Report(folder.path, config, trainer.tokenizer, report_state) if processes.rank() == 0 else Silence() as report:
         spare = describe_spare_ids(vocab_size(causal_lm(trainer.policy)), trainer.tokenizer)
-        notes = [*trainer.engine.notes, *filter(None, [spare])]
-        if report_state:
-            notes.insert(
-                0, f"resuming from the checkpoint of step {start}, later ones repeat; --no_resume starts again"
-            )
+        resumes = f"resuming from the checkpoint of step {start}, later ones repeat; --no_resume starts again"
+        notes = [*[resumes] * bool(report_state), *trainer.engine.notes, *filter(None, [spare])]
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), notes)
         evaluated, step = {at for at, _ in report_state.get("evaluations", [])}, start
         try:

@@ -71,9 +71,8 @@ class Trainer:
     ) -> "Samples":
         """Put completions, drawn with `keys` for rows of the data, together with their rewards."""
         log = RewardLog(keys[0][1] - 1, self.config.max_steps)
-        rewards, by_function = compute_rewards(
-            self.rewards, arguments(rows, rollouts), weights=self.config.reward_weights, names=names, log=log
-        )
+        columns, weights = arguments(rows, rollouts), self.config.reward_weights
+        rewards, by_function = compute_rewards(self.rewards, names, columns, weights, log)
         return Samples(keys, rows, rollouts, rewards, by_function, log.metrics, log.rows(len(rows)))
 
     def encode(self, question: str) -> list[int]:

@@ -52,7 +52,6 @@ from .metrics import (
     StageTimes,
     check_sampling_gap,
     length_metrics,
-    logged_metrics,
     require_finite,
     reward_metrics,
 )
@@ -89,8 +88,11 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
 
     with times.during("update"):
         credit, nothing, losses = update(trainer, step, rollouts, batch, times)
+    logged = Averages()
+    for name, value in samples.logged:  # by reward functions
+        logged.add({name: value})
     metrics = {
-        **logged_metrics(samples.logged),
+        **logged.values(),
         **reward_metrics(samples.rewards, samples.by_function, config.num_generations),
         **length_metrics(rollouts), **losses, **credit.metrics(batch.mask), **shaped.metrics, **times.metrics(),
     }  # fmt: skip
@@ -219,9 +221,6 @@ class Objective:
                 "num_items_in_batch": counted_tokens(self.batch, range(len(self.batch))),
                 "num_sequences_in_batch": len(self.batch), "weights": None,
             }  # fmt: skip
-            if config.importance_sampling_clip_max is not None:
-                options["sampling_mode"] = config.importance_sampling_mode
-                options["sampling_clip_max"] = config.importance_sampling_clip_max
             for name, column in (("old_logprobs", self.old), ("ref_logprobs", self.reference)):
                 options[name] = [column[b] for b in index] if column else None
             return LossBatch.of(batch, **options)

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.research.warmup import WarmupConfig, careless, warm_up
 from examples.problems import generate
+from trainer.checkpoints import open_run
 from trainer.cli import parse
 from trainer.config import TrainConfig
 from trainer.run import set_up, train
@@ -59,7 +60,9 @@ def run(problems, model, tmp_path_factory) -> Path:
         "--config=cf", "--max_steps=2", "--generation_batch_size=32",
         "--log_completions=32", "--learning_rate=1e-4",
     ]  # fmt: skip
-    return train(set_up(TrainConfig(**vars(parse(argv, prog="python -m trainer")))))
+    trainer = set_up(TrainConfig(**vars(parse(argv, prog="python -m trainer"))))
+    with open_run(trainer.config) as opened:
+        return train(trainer, opened)
 
 
 def test_warm_up_learns_and_leaves_a_model_that_loads(model) -> None:

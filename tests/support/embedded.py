@@ -11,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from cfa_kernels import Batch, Credit, Importances
 from tests.support.runs import config
+from trainer.checkpoints import open_run
 from trainer.config import TrainConfig
 from trainer.metrics import StageTimes
 from trainer.rewards.calls import group_advantages
@@ -36,7 +37,9 @@ def _checked(*argv: str) -> TrainConfig:
 
 
 def run(folder: Path, *argv: str) -> Path:
-    return train(set_up(settings("--output_dir", str(folder), *argv)))
+    trainer = set_up(settings("--output_dir", str(folder), *argv))
+    with open_run(trainer.config) as opened:
+        return train(trainer, opened)
 
 
 def metrics_of(folder: Path) -> list[dict]:

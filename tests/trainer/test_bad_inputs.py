@@ -15,7 +15,6 @@ from trainer.__main__ import main
 OWN = """
 def raises(completions, **_): raise KeyError("difficulty")
 def too_few(completions, **_): return [1.0]
-def not_a_number(completions, **_): return [float("nan")] * len(completions)
 def abstains(completions, **_): return [None] * len(completions)
 def another_column(completions, difficulty, **_): return difficulty
 def wordless(*parts):
@@ -59,7 +58,6 @@ WITH_THE_MODEL: list[tuple] = [
     (MODEL, "m: no token ends a completion",
      {"eos_token_id": None, "m/tokenizer_config.json": NAMELESS}),
     ("--reward_funcs=own:raises", "reward raises raised KeyError: 'difficulty' (in own.py, line 2); this step is not"),
-    ("--reward_funcs=own:not_a_number", "reward not_a_number is nan"),
     ("--environment=own:wordless", "error: step 0, held-out problem 0, turn 0: environment's step must return a text"),
     ("--eval_reward=own:too_few " + ANY, "step 0, reward of evaluation: returned 1 values, expected a list"),
 ]  # fmt: skip

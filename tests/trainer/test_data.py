@@ -157,8 +157,6 @@ def test_worked_examples_are_turns_before_the_question_without_annotations() -> 
     assert ids == tokenizer(f"{turns}<user> How many?\nGo. ", add_special_tokens=False)["input_ids"]
     with pytest.raises(ValueError, match="a row: examples go before a question that is text, not messages"):
         encode_prompts([Row(GOOD, messages=CHAT)], tokenizer, config, 1024, examples)
-    with pytest.raises(ValueError, match="takes one message, no system prompt and no examples"):
-        encode_prompts([Row(GOOD)], tokenizer_with(None), config, 1024, examples)
 
 
 def test_the_shortest_of_the_first_256_rows_are_examples_and_are_not_asked() -> None:

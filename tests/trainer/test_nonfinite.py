@@ -6,6 +6,7 @@ import torch
 from tests.support.embedded import EVERY_OTHER
 from tests.support.runs import config
 from tests.support.tiny import TINY_RUN
+from trainer.checkpoints import open_run
 from trainer.run import set_up, train
 from trainer.step import training_step
 
@@ -43,6 +44,7 @@ def test_a_run_ends_with_step_and_cause_and_saves_nothing(tiny_folder, tmp_path,
     ]  # fmt: skip
     trainer = set_up(config(*argv))
     monkeypatch.setattr("trainer.run.training_step", lambda *step: (damage(trainer, kind), training_step(*step))[1])
-    with pytest.raises(FloatingPointError, match=rf"^step 1, {FAULTS[kind]}.*; this step is not saved$"):
-        train(trainer)
+    said = rf"^step 1, {FAULTS[kind]}.*; this step is not saved$"
+    with pytest.raises(FloatingPointError, match=said), open_run(trainer.config) as folder:
+        train(trainer, folder)
     assert not (tmp_path / "run" / "checkpoint").exists()

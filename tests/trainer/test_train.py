@@ -44,6 +44,17 @@ def test_the_update_is_that_of_one_loss_over_the_whole_padded_batch(fresh, rollo
     assert expected.norm() > 0
 
 
+def test_signed_credit_changes_the_update_as_its_advantages_say(fresh, rollouts) -> None:
+    gradients = []
+    for control in ((), ("--control=off",), ("--control=inverted",)):
+        trainer = fresh("--estimator=entropy_shaping", *control, "--max_grad_norm=1e9")
+        updated(trainer, rollouts)
+        gradients.append(torch.cat([p.grad.flatten() for p in trainer.policy.parameters()]))
+    forth, plain, back = gradients
+    assert (forth - plain).norm() > 1e-3 * plain.norm()
+    torch.testing.assert_close(forth - plain, plain - back, rtol=1e-3, atol=1e-4 * plain.abs().max().item())
+
+
 def test_a_second_iteration_on_the_same_rollouts_is_off_policy(fresh, rollouts) -> None:
     trainer = fresh("--num_iterations=2", "--learning_rate=1e-3")
     _, metrics = updated(trainer, rollouts)

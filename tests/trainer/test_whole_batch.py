@@ -1,4 +1,4 @@
-"""Credit that compares completions sees the whole batch, however it is cut into micro-batches and processes."""
+"""Credit is that of the whole batch, however it is cut into micro-batches and processes."""
 
 import pytest
 import torch
@@ -22,13 +22,13 @@ def left_out() -> torch.Tensor:
 @pytest.mark.parametrize(
     ("case", "counted", "budget"),
     [
-        *((case, left_out(), 1) for case in COMPARING),
+        *((case, left_out(), 1) for case in (*COMPARING, "masking", "gradient")),
         ("top of entropies", torch.ones(32, dtype=torch.bool), 100_000),
         ("a function", torch.ones(32, dtype=torch.bool), 1),
     ],
 )
 def test_micro_batches_and_rows_left_out_change_no_credit(fresh, rollouts, case, counted, budget) -> None:
-    trainer = fresh(f"--token_budget={budget}", "--no_use_peft", *COMPARING[case])
+    trainer = fresh(f"--token_budget={budget}", "--no_use_peft", *COMPARING.get(case, [f"--estimator={case}"]))
     rewards = (torch.arange(32) % 3 == 0).float()
     advantages = advantages_of(rollouts)
     mask = [some.expand(n).float() for some, n in zip(counted, rollouts.rows.lengths, strict=True)]

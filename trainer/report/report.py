@@ -29,7 +29,7 @@ from cfa_kernels.text.offsets import decoded
 
 from ..config import TrainConfig
 from ..disk import naming, write_whole
-from ..evaluate import Evaluation, least_gain, paired_gain
+from ..evaluate import Evaluation, paired_gain
 from ..extras import program
 from ..provenance import made_by
 from ..state import Step
@@ -147,13 +147,13 @@ class Report:
     def evaluated(self, step: int, result: Evaluation) -> None:
         """Record held-out accuracy after `step` steps."""
         self._state["evaluations"].append((step, asdict(result)))
-        figures, count = result.metrics, len(result.correct)
+        figures = result.metrics
         self._record(step, figures)
         sampled = "".join(f", pass@{k} {share:.1%}" for k, share in result.pass_at.items())
+        right = f"{sum(result.correct)} of {len(result.correct)}"
         self._print(
-            f"  step {step:>4}   held-out accuracy {result.accuracy:6.1%}  ({sum(result.correct)} of {count}, 95 % "
-            f"interval {figures['eval_accuracy_low']:.1%} to {figures['eval_accuracy_high']:.1%}, greedy{sampled}; "
-            f"{count} problems: gains above {100 * least_gain(count):.0f} points)"
+            f"  step {step:>4}   held-out accuracy {result.accuracy:6.1%}  ({right}, 95 % "
+            f"interval {figures['eval_accuracy_low']:.1%} to {figures['eval_accuracy_high']:.1%}, greedy{sampled})"
         )
         self._write_page()
 
@@ -268,10 +268,11 @@ def completion_record(result: Step, b: int, tokenizer: PreTrainedTokenizerBase, 
     record |= {
         "drops_unit": "nats" if in_nats else f"importance by {estimator.name}", "spans": spans,
         "answer": None if answer is None else {"start": answer.start, "end": answer.end},
-        "credit": config.credit_name, "weights": _rounded(credit.weights[b].tolist()),
+        "credit": config.credit_name, "weights": credit.weights[b].double().round(decimals=4).tolist(),
     }  # fmt: skip
     if credit.advantages is not None:
-        record["estimators"] = {estimator.name: {"advantages": _rounded(credit.advantages[b].tolist())}}
+        advantages = credit.advantages[b].double().round(decimals=4).tolist()
+        record["estimators"] = {estimator.name: {"advantages": advantages}}
     shades = credit.weights[b] if credit.advantages is None else credit.advantages[b] - record["advantage"] + 1
     reasons = {
         "it was cut off at the length limit, and the loss omits it": not record["counted"],
@@ -286,10 +287,6 @@ def completion_record(result: Step, b: int, tokenizer: PreTrainedTokenizerBase, 
     }
     reason = next(reason for reason, holds in reasons.items() if holds)
     return record | {"uncredited": reason if (shades == 1).all() else None}
-
-
-def _rounded(values: list[float]) -> list[float]:
-    return [round(value, 4) for value in values]
 
 
 class Silence(contextlib.AbstractContextManager[Any]):

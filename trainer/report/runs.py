@@ -112,10 +112,8 @@ def sample_of(entry: dict[str, Any]) -> Sample:
                 raise ValueError(f"{name} has {len(values)} numbers for {len(tokens)} tokens")
             credit[f"{name}, {kind}" if name in credit else name] = {"kind": kind, "values": values}
     correct = entry.get("correct", None if sample["reward"] is None else sample["reward"] >= _CORRECT)
-    if correct not in (True, False, None) or not isinstance(sample["drops_unit"], str):
-        raise ValueError(
-            f"correct is {correct!r} and drops_unit {sample['drops_unit']!r}, not true or false and a text"
-        )
+    if correct not in (True, False, None):
+        raise ValueError(f"correct is {correct!r}, not true or false")
     spans = [
         dict(zip(("start", "end"), _within(span, tokens), strict=True))
         | {"text": span.get("text", "".join(tokens[span["start"] : span["end"]])), "drop": float(span["drop"])}

@@ -7,6 +7,7 @@ import inspect
 import logging
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -93,28 +94,24 @@ def require_callable(functions: Mapping[str, Reward], columns: Mapping[str, Any]
 
 
 def compute_rewards(
-    functions: Mapping[str, Reward], columns: Mapping[str, Sequence[Any]], *, weights: Sequence[float] = (),
-    names: Sequence[str] | None = None, log: RewardLog | None = None,
+    functions: Mapping[str, Reward], samples: Sequence[str], columns: Mapping[str, Sequence[Any]],
+    weights: Sequence[float] = (), log: RewardLog | None = None,
 ) -> tuple[Tensor, dict[str, list[float | None]]]:  # fmt: skip
     """Call reward functions on B samples and add the results up, each times its weight; None abstains.
 
-    `columns` holds B values of each argument, `names` the samples' in errors. Gives the (B,) fp32 sums, nan for a
+    `columns` holds B values of each argument, `samples` their names in errors. Gives the (B,) fp32 sums, nan for a
     sample that all functions abstain on, and each function's own list, without its weight. Raises as `rewards_by`, and
     if a sum is not finite.
     """
-    samples = names or [f"sample {i}" for i in range(len(columns["completions"]))]
     by_function = rewards_by(functions, samples, columns, log)
-    total, silent = torch.full((len(samples),), torch.nan), list[str]()
-    for i, (sample, values) in enumerate(zip(samples, zip(*by_function.values(), strict=True), strict=True)):
-        pairs = zip(values, weights or [1.0] * len(values), strict=True)
-        parts = [weight * value for value, weight in pairs if value is not None]
-        if not parts:
-            silent.append(sample)
-            continue
-        total[i] = sum(parts)
-        if not total[i].isfinite():
-            raise FloatingPointError(f"{sample}: the sum of its rewards is {total[i].item()}")
-    if silent:
+    votes = [[torch.nan if value is None else value for value in values] for values in by_function.values()]
+    values = torch.tensor(votes, dtype=torch.float64)  # (functions, B)
+    factors = torch.tensor(weights or [1.0] * len(values), dtype=torch.float64)
+    total = (values * factors[:, None]).nansum(0).float()
+    if beyond := [(sample, one) for sample, one in zip(samples, total.tolist(), strict=True) if not isfinite(one)]:
+        raise FloatingPointError("{}: the sum of its rewards is {}".format(*beyond[0]))
+    total[values.isnan().all(0)] = torch.nan
+    if silent := [sample for sample, one in zip(samples, total, strict=True) if one.isnan()]:
         others = f" and of {len(silent) - 1} others" * (len(silent) > 1)
         _LOG.warning("%s%s: every reward function returned None, so there is no advantage", silent[0], others)
     return total, by_function

@@ -64,7 +64,8 @@ def without_a_gradient(argv: list[str]) -> list[tuple[int, bool, list[float]]]:
             run_in(Path(trainer.config.output_dir)).begin(trainer)
         else:
             optimizer.register_step_pre_hook(lambda *_, norm=norm: setattr(norm, "grad", None))
-            train(trainer)
+            with open_run(trainer.config) as folder:
+                train(trainer, folder)
         states.append((len(optimizer.state), norm in optimizer.state, optimizer.param_groups[0]["betas"]))
     return states
 
@@ -97,7 +98,9 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_without_it_the_one_before
         with pytest.raises(Refused, match=f"(?s){last} cannot be read .*; remove it to resume from the one before"):
             run_in(folder).begin(trainer)
         file.write_bytes(whole)
+    (folder / "summary.json").write_text("{}")  # of a run that had fewer steps
     assert run_in(folder).begin(trainer)[0] == 4
+    assert not (folder / "summary.json").exists()
     shutil.rmtree(last)
     assert run_in(folder).begin(trainer)[0] == 2
 
@@ -120,6 +123,3 @@ def test_another_model_and_other_problems_or_prompts_are_refused(stopped, there,
         next(p for p in trainer.policy.parameters() if not p.requires_grad).mul_(1.01)
     with pytest.raises(Refused, match="was begun with other base weights"):
         run.begin(trainer)
-
-
-# On an odd day a prompt has one word more.

@@ -1,16 +1,15 @@
-"""Rewards and advantages: what counts as the right answer, and what a group's rewards become."""
+"""Rewards: what counts as the right answer."""
 
 import json
 from fractions import Fraction
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cfa_kernels import answer_text_span
 from trainer.config import TrainConfig
-from trainer.rewards.calls import group_advantages, load_reward
+from trainer.rewards.calls import load_reward
 from trainer.rewards.numbers import exact_match, final_number, gold_number, parse_number
 
 FORMS_OF_18 = [
@@ -135,10 +134,9 @@ ENDS_IN_TOTAL = ["9*2=18, TOTAL 18", "#### 18", "TOTAL 17, so 18"]
     ],
 )
 def test_the_grader_and_credit_read_answers_in_the_runs_own_format(options, expected) -> None:
-    config = TrainConfig(credit_options=options)
-    grade = load_reward("exact_match", **config.reward_options)
+    own = TrainConfig(credit_options=options).counterfactual().answers
+    grade = load_reward("exact_match", **vars(own))
     assert grade(completions=ENDS_IN_TOTAL, answer=["#### 18"] * 3) == expected
-    own = config.counterfactual().answers
     for text, reward in zip(ENDS_IN_TOTAL, expected, strict=True):
         span = answer_text_span(text, own)
         assert (span is not None and text[slice(*span)] == "18") == reward
@@ -150,12 +148,3 @@ def test_every_gsm8k_gold_answer_is_an_integer(gsm8k) -> None:
     assert len(golds) == 8792
     assert all(gold is not None and gold.denominator == 1 for gold in golds)
     assert sum(gold < 0 for gold in golds) == 5
-
-
-def test_advantages_are_centred_and_scaled_within_each_group() -> None:
-    rewards = torch.tensor([1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0])
-    groups = rewards.double().view(2, 4)
-    scales = {"group": groups.std(1, keepdim=True) + 1e-4, "batch": groups.std() + 1e-4, "none": 1.0}
-    for name, scale in scales.items():
-        expected = ((groups - groups.mean(1, keepdim=True)) / scale).flatten()
-        torch.testing.assert_close(group_advantages(rewards, 4, name).double(), expected, rtol=1e-6, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Settings of rewards: weights of several functions, and which rewards go with which rows."""
+"""Rewards in runs: all abstain, they log, and figures that are not finite."""
 
 import json
 import math
@@ -7,7 +7,6 @@ import pytest
 from transformers import TrainerState
 
 from tests.support.embedded import metrics_of, run, samples_of
-from trainer.config import TrainConfig
 
 
 def talkative(completions, trainer_state, log_metric, log_extra, **_):
@@ -49,20 +48,3 @@ def test_figures_that_are_not_finite_are_null_in_the_files_of_a_run(tmp_path) ->
     (step,) = [entry for entry in entries if "reward_std" in entry]
     assert entries[-1]["logged"] == {"ratio": None}
     assert (step["reward"], step["reward_std"], step["mine/ratio"]) == (None, None, None)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"reward_weights": [1.0, 2.0]}, "reward_weights: 2 weights for 1 reward_funcs"),
-        ({"reward_timeout": 0.0}, r"reward_timeout must be in \[1e-38, 1e38\], got 0.0"),
-        ({"eval_samples": -1}, "eval_samples must be an integer, at least 0, got -1"),
-        (
-            {"reward_funcs": ["math_verify", "exact_match"]},
-            "reward_funcs: exact_match cannot read the rows of eval_reward math_verify, text",
-        ),
-    ],
-)
-def test_a_setting_of_rewards_that_cannot_be_is_named(options, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        TrainConfig(**options)

@@ -88,8 +88,6 @@ class VllmServer(requests.adapters.BaseAdapter):
             names = [f"token_id:{token + (self.fault == 'other tokens')}" for token in ids]
             values = {"tokens": names, "token_logprobs": logprobs, "top_logprobs": [None] * len(ids)}
             choices.append({"prompt_token_ids": prompt, "token_ids": ids, "logprobs": values})
-            if self.fault == "no log-probs":
-                choices[-1]["logprobs"] = None
         return {"choices": choices}
 
     def update(self, names: list[str], dtype_names: list[str], shapes: list[list[int]], packed: bool = True) -> None:
@@ -242,7 +240,6 @@ def test_an_error_of_the_server_is_said_once_and_the_request_not_repeated(serve,
 @pytest.mark.parametrize(
     ("fault", "error", "message"),
     [
-        ("no log-probs", ConnectionError, "the first prompt: the server at .* gave no log-prob for each token"),
         ("other tokens", ConnectionError, "the first prompt: the server at .* gave no log-prob for each token"),
         ("no development mode", ConnectionError, "did not tell its configuration: .*VLLM_SERVER_DEV_MODE=1"),
         ("refuses", ConnectionError, "did not complete the first prompt: .*maximum context length is 8 tokens"),
