@@ -92,6 +92,11 @@ def wilson_interval(right: float, count: int) -> tuple[float, float]:
     return max(centre - half, 0.0), min(centre + half, 1.0)
 
 
+def least_gain(count: int) -> float:
+    """Give the smallest gain that an interval of so many problems tells from none, if a quarter of them change."""
+    return _NORMAL * math.sqrt(0.25 / count)
+
+
 def paired_gain(before: Evaluation, after: Evaluation) -> tuple[float, float, float]:
     """Compute the change in accuracy, problem by problem, and its 95 % interval; all are shares.
 

@@ -29,7 +29,7 @@ from cfa_kernels.text.offsets import decoded
 
 from ..config import TrainConfig
 from ..disk import naming, write_whole
-from ..evaluate import Evaluation, paired_gain
+from ..evaluate import Evaluation, least_gain, paired_gain
 from ..extras import program
 from ..provenance import made_by
 from ..state import Step
@@ -147,13 +147,13 @@ class Report:
     def evaluated(self, step: int, result: Evaluation) -> None:
         """Record held-out accuracy after `step` steps."""
         self._state["evaluations"].append((step, asdict(result)))
-        figures = result.metrics
+        figures, count = result.metrics, len(result.correct)
         self._record(step, figures)
         sampled = "".join(f", pass@{k} {share:.1%}" for k, share in result.pass_at.items())
-        right = f"{sum(result.correct)} of {len(result.correct)}"
         self._print(
-            f"  step {step:>4}   held-out accuracy {result.accuracy:6.1%}  ({right}, 95 % "
-            f"interval {figures['eval_accuracy_low']:.1%} to {figures['eval_accuracy_high']:.1%}, greedy{sampled})"
+            f"  step {step:>4}   held-out accuracy {result.accuracy:6.1%}  ({sum(result.correct)} of {count}, 95 % "
+            f"interval {figures['eval_accuracy_low']:.1%} to {figures['eval_accuracy_high']:.1%}, greedy{sampled}; "
+            f"{count} problems: gains above {100 * least_gain(count):.0f} points)"
         )
         self._write_page()
 

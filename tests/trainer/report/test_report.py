@@ -98,6 +98,7 @@ def test_a_step_without_credit_that_teaches_nothing_says_why_and_names_no_credit
     printed = capsys.readouterr().out
     assert printed.count("all 8 completions were cut off at the length limit") == 1
     assert printed.count("warning: step 1: 100% of the completions were cut off at --max_completion_length 4") == 1
+    assert "4 problems: gains above 49 points)" in printed
     assert "(0 of 4, 95 % interval" in printed
     lines = [line for line in printed.splitlines() if "mixed groups" in line]
     assert len(lines) == 2
