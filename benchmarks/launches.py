@@ -225,7 +225,7 @@ def page(counts: dict[str, Counter[str]]) -> str:
 def main(argv: list[str]) -> int:
     """Print the table; returns the exit status."""
     ArgumentParser(prog="python -m benchmarks launches", description=__doc__).parse_args(argv)
-    print(page(count_layer()), end="\n\n")
+    print(page(count_layer()))
     kinds, rows, more = ("products", "attention", "others"), list[list[str]](), MODELS[MODEL].num_hidden_layers - 1
     for prompt in PROMPTS:
         one, two = (count_token(prompt, layers) for layers in (1, 2))
