@@ -1,8 +1,11 @@
-"""`python -m benchmarks launches`: count what a compiled decoder layer launches and moves on a GPU; none is needed.
+"""`python -m benchmarks launches`: count what a compiled layer and a token launch and move on a GPU; none is needed.
 
 The library's packed forward, its backward and its scores run on a CPU as on a GPU: bfloat16 rows, float32 adapters as
 one operator, attention as another. Inductor schedules the graphs of a layer as for an H100, which are counted, not run:
 all are zeros. An H200's profile had the same number, and kernels that sum a product's parts within cuBLAS.
+
+Sampling's decoder runs on a CPU, too, without its products and attention. Its layers are not compiled: each operator
+that writes memory is a launch, and moves what it reads and writes.
 """
 
 import copy
@@ -24,7 +27,8 @@ from torch._inductor import compile_fx
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM
 
 from benchmarks.harness.results import table
@@ -36,9 +40,11 @@ from cfa_kernels.model.head import read_head
 from cfa_kernels.model.parts import causal_lm
 from cfa_kernels.ops import adapted_linear, matmul
 from cfa_kernels.scoring import masked, packed
+from trainer.rollouts import decoding
 
 MODEL, PASSES = "Qwen3-1.7B", ("forward", "backward", "scoring", "scoring, merged")
 PROBLEMS, GROUP, PROMPT, COMPLETION, SPANS = 4, 8, 110, 220, 6
+DECODED, PROMPTS = 8, (128, 2_048)  # prompts of GROUP completions each, and their tokens
 ATTENTION = {"cfa_kernels.tree_attention.default": 1, "cfa_kernels.tree_attention_backward.default": 3}  # on an H100
 
 
@@ -162,6 +168,51 @@ def count_layer() -> dict[str, Counter[str]]:
     return counts
 
 
+class Operators(TorchDispatchMode):
+    """Give zeros for products, and 30 for token 0, and for attention; count operators and bytes in `counts`."""
+
+    counts: Counter[str] | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func._schema.name.split("::")[1], kwargs or {}
+        kind = "attention" if "attention" in name else "products" if name in ("mm", "addmm", "bmm") else "others"
+        if kind == "others":
+            out = func(*args, **kwargs)
+        else:
+            args, kwargs = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
+            out = tree_map(lambda x: torch.zeros_like(x, device="cpu"), func(*args, **kwargs))
+            if kind == "products":
+                out[..., 0] = 30
+        if self.counts is not None and not func.is_view and not name.startswith(("empty", "new_empty", "_unsafe_view")):
+            moved = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, Tensor)]
+            if name in ("embedding", "gather", "index_select", "index", "index_copy_"):  # few rows of the first one
+                moved[0] = moved[-1] = moved[-2] if name == "index_copy_" else moved[-1]
+            sizes = [min(x.nbytes, x.untyped_storage().nbytes()) for x in moved]  # those of expanded ones are small
+            self.counts.update({kind: 1, f"bytes of {kind}": sum(sizes)})
+        return out
+
+
+def count_token(prompt: int, layers: int) -> Counter[str]:
+    """Count a token of DECODED * GROUP rows behind prompts of so many tokens, as a captured step makes it."""
+    config, operators, counts = copy.deepcopy(MODELS[MODEL]), Operators(), list[Counter[str]]()
+    config.num_hidden_layers, config.layer_types = layers, config.layer_types[:layers]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    ids = torch.arange(DECODED).repeat_interleave(GROUP)[:, None].expand(-1, prompt)
+    uniforms, sampling = torch.full((len(ids), 2), 0.5).double(), decoding.Sampling(False, 1.0, 0.95, (1,), 0)
+
+    def replay(step: Callable[[], None]) -> None:
+        operators.counts = Counter()
+        step()
+        counts.append(operators.counts)
+        operators.counts = None
+
+    with torch.no_grad(), operators, mock.patch.object(decoding, "capture") as capture:
+        capture.side_effect = lambda step, pool: (functools.partial(replay, step), pool)
+        decoding.Decoder(model.to_empty(device="cpu"), captured=True)(ids, torch.ones_like(ids), uniforms, sampling)
+    return counts[0]
+
+
 def page(counts: dict[str, Counter[str]]) -> str:
     """The table of docs/benchmarks.md; gigabytes are those of all layers."""
     rows, kinds = list[list[str]](), ("products", "attention", "fused")
@@ -175,4 +226,12 @@ def main(argv: list[str]) -> int:
     """Print the table; returns the exit status."""
     ArgumentParser(prog="python -m benchmarks launches", description=__doc__).parse_args(argv)
     print(page(count_layer()))
+    kinds, rows, more = ("products", "attention", "others"), list[list[str]](), MODELS[MODEL].num_hidden_layers - 1
+    for prompt in PROMPTS:
+        one, two = (count_token(prompt, layers) for layers in (1, 2))
+        number = {name: n + more * (two[name] - n) for name, n in one.items()}
+        launches = [number[kind] for kind in kinds]
+        moved = [f"{number[f'bytes of {kind}'] / 1e9:.2f}" for kind in kinds]
+        rows.append([f"decode, prompts of {prompt:,}", *map(str, [sum(launches), *launches]), *moved])
+    print(table(["pass", "launches a token", *kinds, *(f"GB of {kind}" for kind in kinds)], rows))
     return 0
