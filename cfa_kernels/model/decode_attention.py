@@ -90,9 +90,9 @@ def _attention(
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         attention_mask = attention_mask.to(query.dtype)  # autocast leaves the embeddings' dtype behind
     if shared:
-        shared.read.add(module.layer_idx)  # type: ignore[arg-type]
-        pair = shared.layers[module.layer_idx]  # type: ignore[index]
-        out = _merged(rows, (key, value), pair, attention_mask, shared, scale)
+        layer: Any = module.layer_idx
+        shared.read.add(layer)
+        out = _merged(rows, (key, value), shared.layers[layer], attention_mask, shared, scale)
         return out.flatten(1, 2).unsqueeze(1), None
     out = scaled_dot_product_attention(rows, key, value, attention_mask, dropout, scale=scale)
     return out.flatten(1, 2).unsqueeze(1), None

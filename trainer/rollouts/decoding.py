@@ -142,7 +142,7 @@ class Decoder:
         sharing = choose_sharing(own, prefixes[1], beginning) if self._shares else APART
         if sharing.length and (obstacle := sharing_obstacle(self._model)):
             raise CannotShare(obstacle)
-        fed = feed(self._model, *prefixes, beginning)
+        fed = feed(self._model, prefixes[0], prefixes[1], beginning)
         cached = padding.clamp(max=width - sharing.length)  # the cache begins behind what is shared
         of_row = own[:, None].clamp(max=max(sharing.groups - 1, 0))
         host = [own, uniforms[fill], prompts[0, :, -1:], cached, sharing.length + cached - padding, of_row, ended]
