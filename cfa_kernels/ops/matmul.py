@@ -48,7 +48,7 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `left @ right`, summed and rounded in `dtype` only; for graphs, which write into no given tensor."""
     if dtype == left.dtype:
         return left @ right
-    return torch.mm(left, right, out_dtype=dtype) if left.is_cuda else left.to(dtype) @ right.to(dtype)
+    return torch.mm(left, right, out_dtype=dtype) if left.is_cuda else product(left.to(dtype), right.to(dtype))
 
 
 def add_product(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
