@@ -159,10 +159,9 @@ class DeferredCredit:
         """Return the advantages to train `rows` on: (b,) as given if credit changes nothing, else b tensors (T_b,)."""
         return self.take(rows).applied_to(self._advantages(rows))
 
-    def _advantages(self, rows: Sequence[int]) -> Tensor | list[Tensor]:
-        own: Any = self.batch.advantages
-        rows = row_numbers(rows, len(self.batch))
-        return own[rows] if isinstance(own, Tensor) else [own[b] for b in rows]
+    def _advantages(self, rows: Sequence[int]) -> Any:
+        own, rows = self.batch.advantages, row_numbers(rows, len(self.batch))
+        return own if own is None else own[rows] if isinstance(own, Tensor) else [own[b] for b in rows]
 
     def finished(self) -> Credit | None:
         """Join the credit of all rows, in their order, at the first call after all is assigned; else None."""

@@ -176,3 +176,11 @@ def test_what_a_tool_wrote_decides_neither_which_rows_are_scored_nor_the_mean_of
     for row, mask in zip(credit.take(range(6)).weights, counted, strict=True):
         assert row[mask].mean() == pytest.approx(1.0, abs=1e-5)
         assert (row[~mask] == 1).all()
+
+
+def test_credit_of_a_batch_without_advantages_gives_weights_and_no_advantages():
+    credit = DeferredCredit(CounterfactualConfig(), tiny_tokenizer(), Batch(ROWS), seed=0)
+    credit.by_model(tiny_model().eval())
+    columns = credit.columns([2, 0])
+    assert columns["advantages"] is None
+    torch.testing.assert_close(columns["weights"], [credit.take(range(6)).weights[b] for b in (2, 0)])
