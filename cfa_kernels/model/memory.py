@@ -67,5 +67,7 @@ def keep_freed_memory() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library
         library = ctypes.CDLL(None)
-        library.mallopt(-3, 1 << 28)  # M_MMAP_THRESHOLD
-        library.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD, free memory that stays
+        # M_MMAP_THRESHOLD: glibc before 2.35 takes 32 MB at most. If it is not set, M_TRIM_THRESHOLD, the free memory
+        # that stays, would hold it at 128 KB.
+        if library.mallopt(-3, 1 << 28) or library.mallopt(-3, 1 << 25):
+            library.mallopt(-1, 1 << 30)
