@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from functools import partial
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch._dynamo.config
@@ -45,8 +45,9 @@ class CompiledKind:
         self._step = torch.compile(step, backend=backend, fullgraph=True)
         each = {id(layer): [*layer.modules()][1:] for layer in layers}  # its own, of FSDP2 say, run around it
         self._hooks = {i: [h for m in own for h in (m._forward_hooks, m._forward_pre_hooks)] for i, own in each.items()}
-        # What is traced is the models' own formula, which a compiler fuses; Liger's kernels cannot be.
-        self.without_liger = {layer: [*filter(runs_liger, layer.modules())] for layer in layers}
+        # What is traced is the models' own formula, which a compiler fuses; Liger's kernels cannot be. A kind keeps no
+        # layer, else `_KINDS` would keep all.
+        self.liger = {id(layer): WeakSet(filter(runs_liger, layer.modules())) for layer in layers}
         _KINDS.update(dict.fromkeys(layers, self))
 
     def stop(self, reason: str) -> None:
@@ -116,7 +117,7 @@ def compiled_layers(some: Sequence[tuple[nn.Module, CompiledKind, object]]) -> I
     # number with a fraction is a constant: as a symbol each graph would be traced twice. DDP overlaps layer by layer.
     apart = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
     constant = torch._dynamo.config.patch(specialize_float=True, optimize_ddp=False)
-    own = ((m, {"forward": MethodType(type(m).forward, m)}) for each, kind, _ in some for m in kind.without_liger[each])
+    own = ((m, {"forward": MethodType(type(m).forward, m)}) for each, kind, _ in some for m in kind.liger[id(each)])
     ours = ((owner, {"forward": partial(kind.run, layer)}) for layer, kind, owner in some)
     with apart, constant, exchanged((*own, *ours)):
         yield

@@ -1,6 +1,8 @@
 """Compiled layers compute what the layers compute, to the same bits, by few graphs, whatever the packs."""
 
+import gc
 import logging
+import weakref
 from importlib import import_module
 from types import MethodType
 
@@ -202,6 +204,16 @@ def test_what_cannot_be_compiled_is_refused_by_name():
     model = policy("Qwen3", {"lora_dropout": 0.1}, head_dim=8)
     with pytest.raises(NotImplementedError, match="lora_dropout"):
         compile_layers(model, backend="aot_eager")
+
+
+def test_the_layers_of_a_compiled_model_are_freed_with_it():
+    model = policy("Qwen3", head_dim=8)
+    assert compile_layers(model, backend="aot_eager")
+    layer = weakref.ref(causal_lm(model).model.layers[0])
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert layer() is None
 
 
 def sharded_steps(rank: int) -> None:
