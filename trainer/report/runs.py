@@ -111,9 +111,10 @@ def sample_of(entry: dict[str, Any]) -> Sample:
             if len(values) != len(tokens):
                 raise ValueError(f"{name} has {len(values)} numbers for {len(tokens)} tokens")
             credit[f"{name}, {kind}" if name in credit else name] = {"kind": kind, "values": values}
-    correct = entry.get("correct", None if sample["reward"] is None else sample["reward"] >= _CORRECT)
-    if correct not in (True, False, None):
-        raise ValueError(f"correct is {correct!r}, not true or false")
+    unit, reward = sample["drops_unit"], sample["reward"]
+    correct = entry.get("correct", None if reward is None else reward >= _CORRECT)
+    if correct not in (True, False, None) or not isinstance(unit, str):
+        raise ValueError(f"correct is {correct!r} and drops_unit {unit!r}, not true or false and a text")
     spans = [
         dict(zip(("start", "end"), _within(span, tokens), strict=True))
         | {"text": span.get("text", "".join(tokens[span["start"] : span["end"]])), "drop": float(span["drop"])}

@@ -82,7 +82,8 @@ def test_a_page_that_cannot_hold_all_completions_holds_some_of_each_part_and_say
         ("completions.jsonl", [{}], "line 1: is not a completion with its credit .*'tokens'"),
         ("completions.jsonl", [{"tokens": ["a"], "weights": [1, 2]}], "weights has 2 numbers for 1 tokens"),
         ("completions.jsonl", [{"tokens": ["a"], "spans": [{"start": 0, "end": 2}]}], "span 0 to 2 of 1 tokens"),
-        ("completions.jsonl", [{"tokens": ["a"], "correct": "yes"}], "correct is 'yes', not true or false"),
+        ("completions.jsonl", [{"tokens": ["a"], "correct": "yes"}], "correct is 'yes' and drops_unit 'nats', not"),
+        ("completions.jsonl", [{"tokens": ["a"], "drops_unit": 3}], "correct is None and drops_unit 3, not true"),
         ("completions.jsonl", [{"tokens": ["a"], "reward": float("nan")}], "Out of range float values"),
     ],
 )
