@@ -170,7 +170,8 @@ def encode_prompts(
         try:
             prompts.append(encode_prompt(row.prompt, tokenizer, instruction=instruction, **options))
         except Exception as problem:  # a chat template raises what it likes
-            raise ValueError(f"{row.where}: the chat template of {config.model} fails: {problem!r}") from problem
+            said = f"the tokenizer of {config.model} cannot write the prompt: {problem!r}"
+            raise ValueError(f"{row.where}: {said}") from problem
         if room is not None and (size := len(prompts[-1])) > room:
             said = f"the prompt has {size} tokens, and {max(room, 0)} fit beside max_completion_length"
             raise ValueError(f"{row.where}: {said} in the context {context} of the model")

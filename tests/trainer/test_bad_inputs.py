@@ -43,7 +43,7 @@ BEFORE_THE_MODEL: list[tuple] = [
     (DATA, "has a column 'prompts'", {"rows.jsonl": jsonl(*(one | {"prompts": 1} for one in ROWS))}),
     (DATA + " --max_completion_length=100", "rows.jsonl, row 5: the prompt has 42 tokens, and 28 fit",
      {"rows.jsonl": jsonl(*ROWS[:5], ROWS[5] | {"question": "What is 3 + 4 ?" + " 3" * 35}, *ROWS[5:])}),
-    (MODEL, "fails: TemplateError('No system role')", {TEMPLATE: "{{ raise_exception('No system role') }}"}),
+    (MODEL, "the prompt: TemplateError('No system role')", {TEMPLATE: "{{ raise_exception('No system role') }}"}),
     (MODEL, "m: its chat template drops the question",
      {TEMPLATE: "{% for part in messages[0]['content'] %}{{ part['text'] }}{% endfor %}assistant"}),
     (MODEL, "m: its prompts end in the token that ends", {TEMPLATE: "user {{ messages[0]['content'] }} <eos>"}),
