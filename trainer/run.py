@@ -181,6 +181,7 @@ def train(trainer: Trainer, folder: RunFolder, ending: Ending | None = None) -> 
         notes = [*[resumes] * bool(report_state), *trainer.engine.notes, *filter(None, [spare])]
         report.opening(trainer.policy, len(trainer.rows), len(trainer.held_out), notes)
         evaluated, step = {at for at, _ in report_state.get("evaluations", [])}, start
+        saved = start if report_state else None
         try:
             for step in range(start, config.max_steps + 1):
                 if step > start:
@@ -195,6 +196,7 @@ def train(trainer: Trainer, folder: RunFolder, ending: Ending | None = None) -> 
                 request = asked_to_end(ending)  # read once: a signal may come between saving and ending
                 if is_new and (request or step == start or is_due(config.save_steps)):
                     folder.save(trainer, step, report.state)
+                    saved = step
                 if request:
                     report.ended(f"ended by {request.name} after step {step}; {folder.how_to_go_on(config)}")
                     return folder.path
@@ -202,12 +204,13 @@ def train(trainer: Trainer, folder: RunFolder, ending: Ending | None = None) -> 
             with whole_folder(model) if processes.rank() == 0 else contextlib.nullcontext(model) as aside:
                 save_policy(trainer.policy, trainer.tokenizer, aside)
             report.closing()
-        except (FloatingPointError, RewardError, ConnectionError) as problem:
-            raise type(problem)(f"step {step}, {problem}; this step is not saved") from problem
         except DiskError as problem:
             raise DiskError(f"step {step}: {problem}; {folder.how_to_go_on(config)}") from problem
         except Exception as problem:
-            problem.add_note(f"step {step}; this step is not saved")
+            lost = "" if step == saved else "; this step is not saved"
+            if isinstance(problem, FloatingPointError | RewardError | ConnectionError):
+                raise type(problem)(f"step {step}, {problem}{lost}") from problem
+            problem.add_note(f"step {step}{lost}")
             raise
         processes.gather(None)  # the others end when the first has saved
     return folder.path

@@ -124,8 +124,13 @@ def test_a_step_without_memory_says_what_to_lower(good, tmp_path, monkeypatch, c
     assert line.endswith("; lower token_budget, max_completion_length or num_generations")
 
 
-def test_a_mistake_of_ours_keeps_its_traceback(good, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(run, "training_step", lambda *_: {}["no such key"])
+@pytest.mark.parametrize(
+    ("where", "note"), [("training_step", "step 1; this step is not saved"), ("save_policy", "step 1")]
+)
+def test_a_mistake_of_ours_keeps_its_traceback_and_names_a_step_that_is_lost(
+    where, note, good, tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(run, where, lambda *_: {}["no such key"])
     with pytest.raises(KeyError) as raised:
         main(flags_of(good, tmp_path / "out"))
-    assert raised.value.__notes__ == ["step 1; this step is not saved"]
+    assert raised.value.__notes__ == [note]
