@@ -231,7 +231,7 @@ def main(argv: list[str]) -> int:
         one, two = (count_token(prompt, layers) for layers in (1, 2))
         number = {name: n + more * (two[name] - n) for name, n in one.items()}
         launches = [number[kind] for kind in kinds]
-        moved = [f"{number[f'bytes of {kind}'] / 1e9:.2f}" for kind in kinds]
-        rows.append([f"decode, prompts of {prompt:,}", *map(str, [sum(launches), *launches]), *moved])
-    print(table(["pass", "launches a token", *kinds, *(f"GB of {kind}" for kind in kinds)], rows))
+        moved = [f"{number[f'bytes of {kind}'] / 1e6:.0f}" for kind in kinds]
+        rows.append([f"decode, prompts of {prompt}", *map(str, [sum(launches), *launches]), *moved])
+    print(table(["pass", "launches a token", *kinds, *(f"MB of {kind}" for kind in kinds)], rows))
     return 0

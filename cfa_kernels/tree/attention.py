@@ -126,6 +126,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, table: SegmentTable, sinks: Tensor |
 
 _REFERENCE_BLOCK = 512  # query rows at a time, so that masks and scores stay small
 _HALVES_BLOCK = 64
+_HALVES = torch.bfloat16, torch.float16  # whose backward takes a CPU longer than that of float32
 
 
 def tree_attention_reference(
@@ -134,7 +135,7 @@ def tree_attention_reference(
     """Define `tree_attention` in plain PyTorch, segment by segment; also the CPU path."""
     table.require_start(first_query_row)
     dtype, rows_at_a_time = q.dtype, _REFERENCE_BLOCK
-    if q.is_cpu and q.dtype in (torch.bfloat16, torch.float16):  # whose backward there takes longer than float32's
+    if q.is_cpu and q.dtype in _HALVES:
         q, k, v, rows_at_a_time = q.float(), k.float(), v.float(), _HALVES_BLOCK
     context_rows = table.contexts.to(q.device)
     segments = zip(table.row_start, table.length, table.context_start, table.context_length, strict=True)
