@@ -1,5 +1,6 @@
 """Feed prompts to a model for their keys and values, and keep those once that several rows of a batch begin with."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,9 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from cfa_kernels.model.attention import KeyValueStore
 from cfa_kernels.model.compiled import EAGER
-from cfa_kernels.model.decode_attention import SharedKeys, cache_argument
+from cfa_kernels.model.decode_attention import SharedKeys, addresses, cache_argument
 from cfa_kernels.model.modes import value_of
 from cfa_kernels.model.tree_forward import packed_hidden, tree_attention_mode
 from cfa_kernels.model.walk import ModelWalk
@@ -35,20 +35,23 @@ def feed(model: PreTrainedModel, ids: Tensor, mask: Tensor, beginning: int) -> l
     The forward is one over the padded batch, or over their prefix tree if the `beginning` that all share is long.
     """
     device = next(model.parameters()).device
-    if beginning >= SHARED_FROM:
-        tree, store = PrefixTree(), KeyValueStore()
+    if beginning >= SHARED_FROM and model._can_set_attn_implementation():
+        tree, cache = PrefixTree(), DynamicCache()  # without windows, for all rows
         paths = [tree.insert(row[own]) for row, own in zip(ids.numpy(), mask.numpy().astype(bool), strict=True)]
         index = np.stack([np.pad(path, (ids.shape[1] - len(path), 0)) for path in paths])
         walk = ModelWalk.of(model)
         with value_of(EAGER, True), tree_attention_mode(walk):
-            packed_hidden(walk, pack_of(tree), store=store)
+            packed_hidden(walk, pack_of(tree), cache=cache)
         (rows,) = upload([index.astype(np.int64)], device)
-        at = [tuple(part[0][:, rows].transpose(0, 1) for part in pair) for pair in store.pairs()]
-        return at  # type: ignore[return-value]
-    cache: Any = DynamicCache(config=model.config)
+        return [tuple(part[0][:, rows].transpose(0, 1) for part in pair) for pair in _pairs(cache)]  # type: ignore[misc]
+    cache = DynamicCache(config=model.config)
     ids, mask = upload([ids, mask], device)
     options = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), cache_argument(model): cache}
     model.get_decoder()(input_ids=ids, use_cache=True, **options)
+    return _pairs(cache)
+
+
+def _pairs(cache: Any) -> list[KeysValues]:
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -134,11 +137,12 @@ class SharedPrompts:
             groups, members = len(left), int(own.bincount().max())
         self._arrange(of_row, groups, members)
 
-    def keys(self) -> SharedKeys | None:
-        """Give what rows attend to; None if nothing is shared."""
+    def keys(self, own: Sequence[Any]) -> SharedKeys | None:
+        """Give what rows attend to in addition to their `own` caches of each layer; None if nothing is shared."""
         rows, groups, members, places = self.shape
         if not groups:
             return None
-        layers = [(keys[:groups, :, :places], values[:groups, :, :places]) for keys, values in self._layers]
+        parts = [(keys[:groups, :, :places], values[:groups, :, :places]) for keys, values in self._layers]
+        layers = {addresses(one.keys, one.values): pair for one, pair in zip(own, parts, strict=True)}
         of_group = self._members[: groups * members].view(groups, members)
         return SharedKeys(layers, self._bias[:groups, ..., :places], of_group, self._slots[:rows], set())
