@@ -67,5 +67,6 @@ def keep_freed_memory() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library
         library = ctypes.CDLL(None)
-        library.mallopt(-3, 1 << 28)  # M_MMAP_THRESHOLD
-        library.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD, free memory that stays
+        # M_MMAP_THRESHOLD: before glibc 2.35 32 MB at most. Without one it would stay at 128 kB once the other is set.
+        if library.mallopt(-3, 1 << 28) or library.mallopt(-3, 1 << 25):
+            library.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD, free memory that stays

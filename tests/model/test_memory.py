@@ -1,5 +1,6 @@
 """Smaller forwards take the place of one that a device has no memory for, to the same result."""
 
+import ctypes
 import functools
 from contextlib import nullcontext
 
@@ -9,7 +10,7 @@ import torch
 from cfa_kernels.estimators import gradient
 from cfa_kernels.model import limits, tree_forward
 from cfa_kernels.model.check.verify import check_supported
-from cfa_kernels.model.memory import run_in_memory
+from cfa_kernels.model.memory import keep_freed_memory, run_in_memory
 from cfa_kernels.model.walk import ModelWalk
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import masked
@@ -143,3 +144,21 @@ def test_memory_of_a_training_forward_is_estimated_within_its_measure_and_a_thir
     own = kept(two)
     monkeypatch.setattr(type(two).forward, "__module__", "liger_kernel.transformers")
     assert kept(two) < own
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"), [(1 << 40, {-3: 1 << 28, -1: 1 << 30}), (1 << 25, {-3: 1 << 25, -1: 1 << 30}), (0, {})]
+)
+def test_a_library_that_refuses_a_threshold_gets_a_smaller_one_or_none(most, expected, monkeypatch) -> None:
+    taken = {}
+
+    class Library:
+        def mallopt(self, option: int, value: int) -> int:
+            if option == -3 and value > most:
+                return 0
+            taken[option] = value
+            return 1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: Library())
+    keep_freed_memory()
+    assert taken == expected
