@@ -158,6 +158,17 @@ def test_a_beginning_that_all_prompts_share_is_fed_and_kept_once(options, rows, 
     assert caplog.messages == [kept] * (options == WINDOWED)
 
 
+def test_room_for_what_rows_share_is_the_most_places_of_a_call(monkeypatch) -> None:
+    monkeypatch.setattr(prompts_module, "SHARED_FROM", 4)
+    model, groups = tiny(), [[*range(10 * i + 3, 10 * i + 9)] for i in range(4)]
+    decoder = TransformersEngine(model, tokenizer())
+    for prompts in ([*groups, *groups], [COMMON] * 8, [*groups, *groups]):
+        keys = [(3, i) for i in range(8)]
+        expected = by_generate(model, prompts, **SAMPLED | {"keys": keys})
+        assert decoder(prompts, **SAMPLED | {"keys": keys}).ids() == expected.ids()
+    assert {len(store) for stores in decoder._decode._shared._layers for store in stores} == {4 * 5}
+
+
 def test_a_layer_that_does_not_read_shared_keys_is_noticed(monkeypatch, caplog) -> None:
     model, prompts = tiny(), [COMMON, PROMPTS[1]] * 4
     expected = by_generate(model, prompts, **long_run(12))
