@@ -50,10 +50,6 @@ class KeyValueStore:
         """Keep key and value, (1, Hkv, N, D), of one call of `layer`."""
         self._calls.setdefault(layer, []).append((key.detach(), value.detach()))
 
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """List keys and values of all calls, in the order of the layers."""
-        return [pair for calls in self._calls.values() for pair in calls]
-
     def rewind(self) -> None:
         """Read from the first call of each layer again."""
         self._num_read.clear()

@@ -5,7 +5,6 @@ their exponentials (Hydragen, arXiv 2402.05099).
 """
 
 import inspect
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -27,11 +26,11 @@ _LEFT_TO_SDPA = "softcap", "s_aux", "position_bias", "cache"  # arguments
 class SharedKeys(NamedTuple):
     """Keys and values that R rows share by G groups of at most M rows, before those of their own."""
 
-    layers: Sequence[tuple[Tensor, Tensor]]  # (G, Hkv, P, D), (G, Hkv, P, Dv)
+    layers: dict[tuple[int, int], tuple[Tensor, Tensor]]  # (G, Hkv, P, D), (G, Hkv, P, Dv), by `addresses`
     bias: Tensor  # (G, 1, 1, P) summands of scores, -inf for padding
     members: Tensor  # (G, M) int64, rows of each group, any where it has fewer
     slots: Tensor  # (R,) int64, where each row is among the members
-    read: set[int]  # takes the layers that have attended to it
+    read: set[tuple[int, int]]  # takes the layers that have attended to it
 
 
 class _Step:
@@ -46,6 +45,11 @@ def attending_to(shared: SharedKeys | None) -> AbstractContextManager[None]:
     return attributes_set([(_STEP, "shared", shared)])
 
 
+def addresses(keys: Tensor, values: Tensor) -> tuple[int, int]:
+    """Name a layer's cache by its place, as layers may attend to something else than their cache."""
+    return keys.data_ptr(), values.data_ptr()
+
+
 class CannotShare(NotImplementedError):
     """Rows of a model cannot share keys; the message says why."""
 
@@ -55,7 +59,9 @@ def sharing_obstacle(model: PreTrainedModel) -> str | None:
     name, config = type(model).__name__, model.get_decoder().config
     if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=model.config).layers):
         return f"{name} has layers that attend in a window"
-    if config._attn_implementation not in ("sdpa", _NAME) or not model._can_set_attn_implementation():
+    if not model._can_set_attn_implementation():
+        return f"{name} does not use transformers' attention interface"
+    if config._attn_implementation not in ("sdpa", _NAME):
         return f"{name} attends by {config._attn_implementation}, not by sdpa"
     return None
 
@@ -81,18 +87,19 @@ def _attention(
     by_head = attention_mask is not None and attention_mask.shape[1] > 1
     left = [name for name in _LEFT_TO_SDPA if options.get(name) is not None] + ["a mask by head"] * by_head
     shared = _STEP.shared if query.shape[2] == 1 else None
-    if shared and (left or not _serves(query, key, value)):
-        raise CannotShare(f"{type(module).__name__} uses {[*left, 'types or sizes that sdpa has no kernel for'][0]}")
+    common = shared and shared.layers.get(addresses(key, value))
+    if shared and (left or not common or not _serves(query, key, value)):
+        left += ["types or sizes that sdpa has no kernel for" if common else "other keys or values than its cache's"]
+        raise CannotShare(f"{type(module).__name__} uses {left[0]}")
     if query.shape[2] > 1 or left:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     rows = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # the query heads of one key head, side by side
     scale, dropout = options.get("scaling"), options.get("dropout", 0.0)
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         attention_mask = attention_mask.to(query.dtype)  # autocast leaves the embeddings' dtype behind
-    if shared:
-        layer: Any = module.layer_idx
-        shared.read.add(layer)
-        out = _merged(rows, (key, value), shared.layers[layer], attention_mask, shared, scale)
+    if shared and common:
+        shared.read.add(addresses(key, value))
+        out = _merged(rows, (key, value), common, attention_mask, shared, scale)
         return out.flatten(1, 2).unsqueeze(1), None
     out = scaled_dot_product_attention(rows, key, value, attention_mask, dropout, scale=scale)
     return out.flatten(1, 2).unsqueeze(1), None

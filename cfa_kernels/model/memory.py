@@ -67,7 +67,6 @@ def keep_freed_memory() -> None:
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library
         library = ctypes.CDLL(None)
-        # M_MMAP_THRESHOLD: glibc before 2.35 takes 32 MB at most. If it is not set, M_TRIM_THRESHOLD, the free memory
-        # that stays, would hold it at 128 KB.
+        # M_MMAP_THRESHOLD: before glibc 2.35 32 MB at most. Without one it would stay at 128 kB once the other is set.
         if library.mallopt(-3, 1 << 28) or library.mallopt(-3, 1 << 25):
-            library.mallopt(-1, 1 << 30)
+            library.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD, free memory that stays

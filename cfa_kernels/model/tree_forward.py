@@ -17,6 +17,7 @@ from ..ops.upload import upload
 from ..tree.prefix_tree import Pack
 from .attention import ATTENTION, RUNNING, KeyValueStore, Running
 from .compiled import compiled_layers, to_compile
+from .decode_attention import cache_argument
 from .head import Head
 from .limits import require_few
 from .lora import one_pass_adapters
@@ -75,12 +76,13 @@ def _stage(model: PreTrainedModel, pack: Pack) -> _Staged:
 
 def packed_hidden(
     walk: ModelWalk, pack: Pack, *, staged: _Staged | None = None, store: KeyValueStore | None = None,
-    routers: list[tuple[Tensor, ...]] | None = None,
+    routers: list[tuple[Tensor, ...]] | None = None, cache: Any = None,
 ) -> Tensor:  # fmt: skip
     """Compute the hidden states (N, H) of the rows that a pack feeds, as the head takes them, by one forward.
 
     Call with tree attention set; checkpointed layers restore it in a backward. `store` takes the keys and values of a
     pack's rows, or provides those before its first row. `routers` is appended the logits (N, experts) of each router.
+    `cache`, an empty one of transformers, takes what layers keep of each row.
     """
     model = walk.model
     staged = staged or _stage(model, pack)
@@ -99,7 +101,8 @@ def packed_hidden(
             # An all-ones mask stops transformers from inferring packed sequences from restarting position ids.
             attention_mask=staged.everywhere,
             position_ids=staged.position_ids,
-            use_cache=False,
+            use_cache=cache is not None,
+            **({} if cache is None else {cache_argument(model): cache}),
             **({} if routers is None else {"output_router_logits": True}),
         )
     if routers is not None:

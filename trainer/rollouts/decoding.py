@@ -126,8 +126,8 @@ class Decoder:
                 return self._complete(ids, mask, uniforms, sampling)
             except CannotShare as reason:
                 _LOG.warning("each completion keeps the keys of its whole prompt: %s", reason)
-                self._shares = False
-                return self._complete(ids, mask, uniforms, sampling)
+            self._shares, self._shared = False, SharedPrompts(self._multiple)
+            return self._complete(ids, mask, uniforms, sampling)
 
     def _complete(
         self, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling
@@ -158,7 +158,7 @@ class Decoder:
         for part, column in zip(state, columns, strict=False):
             part.copy_(column)
         state.uniforms[:, width : width + length] = uniforms
-        del fed
+        del fed, parts, rest
         record = KeptRecord()
         made = self._decode(state, width, length, sampling, record)
         drawn = slice(width, width + made)
@@ -179,7 +179,7 @@ class Decoder:
         self._addresses = addresses
         if self._state is None or grows:
             self._state, self._layers = None, []  # freed before the next are made
-            longest = 0 if self._shared.keys() else self._longest
+            longest = 0 if self._shared.shape[1] else self._longest
             most, self._places = max(rows, old), -(-max(places, longest, self._places) // _LENGTHS) * _LENGTHS
             sizes = [(most, 1)] * 5 + [(most, self._places)] * 3 + [(most, LOOK, 2, CANDIDATES)] + [(1,)] * 2
             new = functools.partial(torch.zeros, device=fed[0][0].device)
@@ -274,7 +274,7 @@ class Decoder:
         for layer in self._layers:
             layer.rows, layer.live = len(state.token), live
         seen, cache = torch.arange(live, device=state.place.device) >= state.padding, Cache(layers=[*self._layers])
-        at, shared = state.place - state.padding + state.before, self._shared.keys()
+        at, shared = state.place - state.padding + state.before, self._shared.keys(self._layers)
         options = {"position_ids": at, self._cache: cache, "use_cache": True}
         with attending_to(shared):
             scores = self._model(input_ids=state.token, attention_mask=seen, **options).logits[:, -1].float()

@@ -1,5 +1,6 @@
 """Feed prompts to a model for their keys and values, and keep those once that several rows of a batch begin with."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,9 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from cfa_kernels.model.attention import KeyValueStore
 from cfa_kernels.model.compiled import EAGER
-from cfa_kernels.model.decode_attention import SharedKeys, cache_argument
+from cfa_kernels.model.decode_attention import SharedKeys, addresses, cache_argument
 from cfa_kernels.model.modes import value_of
 from cfa_kernels.model.tree_forward import packed_hidden, tree_attention_mode
 from cfa_kernels.model.walk import ModelWalk
@@ -35,20 +35,23 @@ def feed(model: PreTrainedModel, ids: Tensor, mask: Tensor, beginning: int) -> l
     The forward is one over the padded batch, or over their prefix tree if the `beginning` that all share is long.
     """
     device = next(model.parameters()).device
-    if beginning >= SHARED_FROM:
-        tree, store = PrefixTree(), KeyValueStore()
+    if beginning >= SHARED_FROM and model._can_set_attn_implementation():
+        tree, cache = PrefixTree(), DynamicCache()  # without windows, for all rows
         paths = [tree.insert(row[own]) for row, own in zip(ids.numpy(), mask.numpy().astype(bool), strict=True)]
         index = np.stack([np.pad(path, (ids.shape[1] - len(path), 0)) for path in paths])
         walk = ModelWalk.of(model)
         with value_of(EAGER, True), tree_attention_mode(walk):
-            packed_hidden(walk, pack_of(tree), store=store)
+            packed_hidden(walk, pack_of(tree), cache=cache)
         (rows,) = upload([index.astype(np.int64)], device)
-        at = [tuple(part[0][:, rows].transpose(0, 1) for part in pair) for pair in store.pairs()]
-        return at  # type: ignore[return-value]
-    cache: Any = DynamicCache(config=model.config)
+        return [tuple(part[0][:, rows].transpose(0, 1) for part in pair) for pair in _pairs(cache)]  # type: ignore[misc]
+    cache = DynamicCache(config=model.config)
     ids, mask = upload([ids, mask], device)
     options = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), cache_argument(model): cache}
     model.get_decoder()(input_ids=ids, use_cache=True, **options)
+    return _pairs(cache)
+
+
+def _pairs(cache: Any) -> list[KeysValues]:
     return [(layer.keys, layer.values) for layer in cache.layers]
 
 
@@ -81,35 +84,39 @@ class SharedPrompts:
 
     def __init__(self, multiple: int) -> None:
         """Make no room yet; lengths in use are multiples of `multiple`, so that shapes repeat."""
-        self._multiple, self._room = multiple, (0, 0, 0)  # rows, groups, places
-        self._layers: list[list[Tensor]] = []
+        self._multiple, self._room = multiple, (0, 0)  # rows, and places of all groups
+        self._layers: list[list[Tensor]] = []  # (N, Hkv, D or Dv)
         self._bias = self._members = self._slots = torch.zeros(0)
         self.shape = 0, 0, 0, 0  # rows, groups, members of each and places in use
 
     def take(self, fed: list[KeysValues], mask: Tensor, sharing: Sharing, of_row: Tensor) -> bool:
         """Keep what rows share of prompts that were fed, with `mask` (B, W) on the host; give whether it has moved."""
         groups, length = sharing.groups, -(-sharing.length // self._multiple) * self._multiple
-        sizes = len(of_row), groups, length
+        sizes = len(of_row), groups * length
         moves = groups > 0 and any(size > room for size, room in zip(sizes, self._room, strict=True))
         if moves:
-            self._room = most, all_groups, places = tuple(map(max, sizes, self._room))  # type: ignore[assignment]
+            self._room = most, places = tuple(map(max, sizes, self._room))  # type: ignore[assignment]
             self._layers = []  # freed before the next are made
-            self._layers = [[x.new_zeros(all_groups, x.shape[1], places, x.shape[3]) for x in pair] for pair in fed]
-            self._bias = fed[0][0].new_zeros(all_groups, 1, 1, places)
+            self._layers = [[x.new_zeros(places, x.shape[1], x.shape[3]) for x in pair] for pair in fed]
+            self._bias = fed[0][0].new_zeros(places)
             self._members = torch.zeros(2 * most, dtype=torch.int64, device=self._bias.device)
             self._slots = self._members[:most].clone()
+        self.shape = len(of_row), groups, sharing.members, length
         if groups:
             seen = slice(sharing.start, sharing.start + sharing.length)
             hidden = nn.functional.pad(mask[:groups, seen] == 0, (0, length - sharing.length), value=True)
             (hidden,) = upload([hidden], self._bias.device)
-            self._bias[:groups, 0, 0, :length] = self._bias.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
+            self._bias[: groups * length] = self._bias.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf).view(-1)
             for stores, parts in zip(self._layers, fed, strict=True):
-                for store, part in zip(stores, parts, strict=True):
-                    store[:groups, :, : sharing.length] = part[:groups, :, seen]
-                    store[:groups, :, sharing.length : length] = 0  # a nan of an earlier call would pass the mask
-        self.shape = len(of_row), groups, sharing.members, length
+                for store, part in zip(map(self._by_group, stores), parts, strict=True):
+                    store[:, :, : sharing.length] = part[:groups, :, seen]
+                    store[:, :, sharing.length :] = 0  # a nan of an earlier call would pass the mask
         self._arrange(of_row, groups, sharing.members)
         return moves
+
+    def _by_group(self, store: Tensor) -> Tensor:
+        _, groups, _, places = self.shape
+        return store[: groups * places].view(groups, -1, places, store.shape[-1])
 
     def _arrange(self, of_row: Tensor, groups: int, members: int) -> None:
         """Take the group (R,) of each row, of which none has more than so many `members`."""
@@ -129,16 +136,19 @@ class SharedPrompts:
         if not stays and groups:
             left, own = of_row.unique(return_inverse=True)
             of_row.copy_(own)
-            for store in (self._bias, *(store for stores in self._layers for store in stores)):
-                store[: len(left)] = store[left]
+            for store in (self._bias[:, None, None], *(store for stores in self._layers for store in stores)):
+                by_group = self._by_group(store)
+                by_group[: len(left)] = by_group[left]
             groups, members = len(left), int(own.bincount().max())
         self._arrange(of_row, groups, members)
 
-    def keys(self) -> SharedKeys | None:
-        """Give what rows attend to; None if nothing is shared."""
+    def keys(self, own: Sequence[Any]) -> SharedKeys | None:
+        """Give what rows attend to in addition to their `own` caches of each layer; None if nothing is shared."""
         rows, groups, members, places = self.shape
         if not groups:
             return None
-        layers = [(keys[:groups, :, :places], values[:groups, :, :places]) for keys, values in self._layers]
+        parts = [(self._by_group(keys), self._by_group(values)) for keys, values in self._layers]
+        layers = {addresses(one.keys, one.values): pair for one, pair in zip(own, parts, strict=True)}
         of_group = self._members[: groups * members].view(groups, members)
-        return SharedKeys(layers, self._bias[:groups, ..., :places], of_group, self._slots[:rows], set())
+        bias = self._bias[: groups * places].view(groups, 1, 1, places)
+        return SharedKeys(layers, bias, of_group, self._slots[:rows], set())

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DiffLlamaConfig, FalconConfig
 
 from tests.support.adapted import PROMPTS, SAMPLED, tiny, tokenizer
 from tests.support.operator_calls import OperatorCalls
@@ -157,6 +158,17 @@ def test_a_beginning_that_all_prompts_share_is_fed_and_kept_once(options, rows, 
     assert caplog.messages == [kept] * (options == WINDOWED)
 
 
+def test_room_for_what_rows_share_is_the_most_places_of_a_call(monkeypatch) -> None:
+    monkeypatch.setattr(prompts_module, "SHARED_FROM", 4)
+    model, groups = tiny(), [[*range(10 * i + 3, 10 * i + 9)] for i in range(4)]
+    decoder = TransformersEngine(model, tokenizer())
+    for prompts in ([*groups, *groups], [COMMON] * 8, [*groups, *groups]):
+        keys = [(3, i) for i in range(8)]
+        expected = by_generate(model, prompts, **SAMPLED | {"keys": keys})
+        assert decoder(prompts, **SAMPLED | {"keys": keys}).ids() == expected.ids()
+    assert {len(store) for stores in decoder._decode._shared._layers for store in stores} == {4 * 5}
+
+
 def test_a_layer_that_does_not_read_shared_keys_is_noticed(monkeypatch, caplog) -> None:
     model, prompts = tiny(), [COMMON, PROMPTS[1]] * 4
     expected = by_generate(model, prompts, **long_run(12))
@@ -166,6 +178,47 @@ def test_a_layer_that_does_not_read_shared_keys_is_noticed(monkeypatch, caplog) 
     layer.config._attn_implementation = "eager"
     assert TransformersEngine(model, tokenizer())(prompts, **long_run(12)).ids() == expected.ids()
     assert ["a layer of Qwen3ForCausalLM" in message for message in caplog.messages] == [True]
+
+
+SIZES = {
+    "vocab_size": 512,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.3,
+}
+HEADS_4 = {"num_attention_heads": 4, "num_key_value_heads": 4}
+FALCON = SIZES | {"num_attention_heads": 4}
+OTHER = "Attention uses other keys or values than its cache's"
+
+
+@pytest.mark.parametrize("prompts", [[COMMON, PROMPTS[1]] * 4, [[*COMMON, 60 + i, 3] for i in range(8)]])
+@pytest.mark.parametrize(
+    ("config", "obstacle"),
+    [
+        (DiffLlamaConfig(**SIZES, **HEADS_4), f"DiffLlama{OTHER}"),  # it repeats values
+        (
+            DeepseekV3Config(
+                **SIZES, **HEADS_4, q_lora_rank=8, kv_lora_rank=8, v_head_dim=8, qk_rope_head_dim=4,
+                qk_nope_head_dim=8, first_k_dense_replace=2,
+            ),
+            f"DeepseekV3{OTHER}",  # it caches them before a projection
+        ),
+        (FalconConfig(**FALCON), "FalconForCausalLM does not use transformers' attention interface"),
+    ],
+    ids=["DiffLlama", "DeepSeek", "Falcon"],
+)  # fmt: skip
+def test_a_model_that_attends_in_its_own_way_shares_nothing(config, obstacle, prompts, monkeypatch, caplog) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    expected = by_generate(model, prompts, **long_run(12))
+    monkeypatch.setattr(prompts_module, "SHARED_FROM", 4)
+    engine = TransformersEngine(model, tokenizer())
+    ours = engine(prompts, **long_run(12))
+    assert ours.ids() == expected.ids()
+    torch.testing.assert_close(ours.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    assert caplog.messages == [f"each completion keeps the keys of its whole prompt: {obstacle}"]
+    assert engine(prompts[:1], **GREEDY).texts
 
 
 def long_run(tokens: int) -> dict:
