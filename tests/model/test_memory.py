@@ -1,6 +1,5 @@
 """Smaller forwards take the place of one that a device has no memory for, to the same result."""
 
-import ctypes
 import functools
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ import torch
 from cfa_kernels.estimators import gradient
 from cfa_kernels.model import limits, memory, tree_forward
 from cfa_kernels.model.check.verify import check_supported
-from cfa_kernels.model.memory import keep_freed_memory, run_in_memory
+from cfa_kernels.model.memory import run_in_memory
 from cfa_kernels.model.walk import ModelWalk
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring import masked
@@ -148,7 +147,6 @@ def test_memory_of_a_training_forward_is_estimated_within_its_measure_and_a_thir
 
 
 @pytest.mark.parametrize(
-<<<<<<< HEAD
     ("most", "kept"), [(1 << 40, {-3: 1 << 28, -1: 1 << 30}), (1 << 25, {-3: 1 << 25, -1: 1 << 30}), (0, {})]
 )
 def test_a_limit_of_memory_that_stays_is_set_only_with_one_of_blocks_that_come_from_it(most, kept, monkeypatch):
@@ -163,20 +161,3 @@ def test_a_limit_of_memory_that_stays_is_set_only_with_one_of_blocks_that_come_f
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
     memory.keep_freed_memory()
     assert limits == kept
-=======
-    ("most", "expected"), [(1 << 40, {-3: 1 << 28, -1: 1 << 30}), (1 << 25, {-3: 1 << 25, -1: 1 << 30}), (0, {})]
-)
-def test_a_library_that_refuses_a_threshold_gets_a_smaller_one_or_none(most, expected, monkeypatch) -> None:
-    taken = {}
-
-    class Library:
-        def mallopt(self, option: int, value: int) -> int:
-            if option == -3 and value > most:
-                return 0
-            taken[option] = value
-            return 1
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: Library())
-    keep_freed_memory()
-    assert taken == expected
->>>>>>> rev1
