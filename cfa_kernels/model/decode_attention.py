@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from .memory import is_out_of_memory
 from .modes import attention_of, attributes_set
 from .walk import ModelWalk
 
@@ -99,7 +100,12 @@ def _attention(
         attention_mask = attention_mask.to(query.dtype)  # autocast leaves the embeddings' dtype behind
     if shared and common:
         shared.read.add(addresses(key, value))
-        out = _merged(rows, (key, value), common, attention_mask, shared, scale)
+        try:
+            out = _merged(rows, (key, value), common, attention_mask, shared, scale)
+        except RuntimeError as problem:
+            if is_out_of_memory(problem):
+                raise
+            raise CannotShare(f"sdpa's kernel refuses {type(module).__name__}: {problem}") from problem
         return out.flatten(1, 2).unsqueeze(1), None
     out = scaled_dot_product_attention(rows, key, value, attention_mask, dropout, scale=scale)
     return out.flatten(1, 2).unsqueeze(1), None

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, DiffLlamaConfig, FalconConfig
 
+from cfa_kernels.model import decode_attention
 from tests.support.adapted import PROMPTS, SAMPLED, tiny, tokenizer
 from tests.support.operator_calls import OperatorCalls
 from tests.support.waits import a_device, put_on_device
@@ -178,6 +179,18 @@ def test_a_layer_that_does_not_read_shared_keys_is_noticed(monkeypatch, caplog) 
     layer.config._attn_implementation = "eager"
     assert TransformersEngine(model, tokenizer())(prompts, **long_run(12)).ids() == expected.ids()
     assert ["a layer of Qwen3ForCausalLM" in message for message in caplog.messages] == [True]
+
+
+def test_a_kernel_that_refuses_shared_keys_is_named_and_each_row_keeps_its_own(monkeypatch, caplog) -> None:
+    def refuses(*_: object) -> None:
+        raise RuntimeError("no kernel for these strides")
+
+    model, prompts = tiny(), [COMMON, PROMPTS[1]] * 4
+    expected = by_generate(model, prompts, **long_run(12))
+    monkeypatch.setattr(prompts_module, "SHARED_FROM", 4)
+    monkeypatch.setattr(decode_attention, "_with_logsumexp", refuses)
+    assert TransformersEngine(model, tokenizer())(prompts, **long_run(12)).ids() == expected.ids()
+    assert ["kernel refuses Qwen3Attention: no kernel for these strides" in one for one in caplog.messages] == [True]
 
 
 SIZES = {
