@@ -62,9 +62,9 @@ def _gpu() -> dict[str, Make]:
     half = torch.bfloat16
     made: dict[str, Make] = {}
     for model in ("Qwen3-1.7B", "Qwen2.5-3B", "Llama-3.2-3B"):
-        made[f"attention {model} gsm8k"] = functools.partial(attention, model, half, functools.partial(gsm8k_job, 16))
+        made[f"attention {model}, 16 x 4"] = functools.partial(attention, model, half, functools.partial(gsm8k_job, 16))
     for model in ("Qwen3-1.7B", "Qwen2.5-3B"):
-        made[f"attention backward {model} gsm8k"] = functools.partial(
+        made[f"attention backward {model}, 8 x 4"] = functools.partial(
             backward, model, half, functools.partial(gsm8k_rollouts, 8, mixed=True)
         )
     for problems, prompt, completion in ((8, 110, 220), (4, 512, 512)):
@@ -78,8 +78,8 @@ def _gpu() -> dict[str, Make]:
 def _cpu(model: str, problems: int, mixed: bool) -> dict[str, Make]:
     single = torch.float32
     return {
-        f"attention {model}": functools.partial(attention, model, single, functools.partial(gsm8k_job, 2 * problems)),
-        f"attention backward {model}": functools.partial(
+        f"attention {model}, {2 * problems} x 4": functools.partial(attention, model, single, functools.partial(gsm8k_job, 2 * problems)),
+        f"attention backward {model}, {problems} x 4": functools.partial(
             backward, model, single, functools.partial(gsm8k_rollouts, problems, mixed=mixed)
         ),
     }

@@ -29,10 +29,10 @@ class ScoringWorkload:
 
 WORKLOADS: dict[str, dict[str, ScoringWorkload]] = {
     "smoke": {
-        "qwen3-tiny gsm8k": ScoringWorkload("qwen3-tiny", functools.partial(gsm8k_job, 1), torch.float32, {}, (4,))
+        "qwen3-tiny, 1 x 4": ScoringWorkload("qwen3-tiny", functools.partial(gsm8k_job, 1), torch.float32, {}, (4,))
     },
     "cpu": {
-        "qwen3-40m gsm8k": ScoringWorkload(
+        "qwen3-40m, 4 x 4": ScoringWorkload(
             "qwen3-40m",
             functools.partial(gsm8k_job, 4),
             torch.float32,
@@ -41,7 +41,7 @@ WORKLOADS: dict[str, dict[str, ScoringWorkload]] = {
         )
     },
     "cuda": {
-        f"{model} gsm8k": ScoringWorkload(
+        f"{model}, 8 x 4": ScoringWorkload(
             model, functools.partial(gsm8k_job, 8), torch.bfloat16, {}, (1, 2, 4, 8, 16, 32)
         )
         for model in ("Qwen3-1.7B", "Qwen2.5-3B", "Llama-3.2-3B")

@@ -49,7 +49,7 @@ _FLOORS = {"all mixed": 1 / 0.35, "as they come": 5.0}
 def _gsm8k(model: str, problems: int, dtype: torch.dtype, *, promised: bool) -> dict[str, StepWorkload]:
     """Adapters and full training, all groups mixed and groups as they come."""
     return {
-        f"{model} {trains}, {groups}": StepWorkload(
+        f"{model} {trains}, {problems} x 4, {groups}": StepWorkload(
             model, trains == "LoRA", functools.partial(gsm8k_rollouts, problems, mixed=groups == "all mixed"), dtype,
             {TRL: floor} if promised and trains == "LoRA" else {},
         )
@@ -59,7 +59,7 @@ def _gsm8k(model: str, problems: int, dtype: torch.dtype, *, promised: bool) -> 
 
 WORKLOADS: dict[str, dict[str, StepWorkload]] = {
     "smoke": {
-        "qwen3-tiny LoRA": StepWorkload(
+        "qwen3-tiny LoRA, 1 x 4": StepWorkload(
             "qwen3-tiny", True, functools.partial(gsm8k_rollouts, 1, mixed=True), torch.float32
         )
     },

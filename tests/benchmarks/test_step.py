@@ -142,7 +142,7 @@ def test_what_is_fed_is_counted_and_each_saving_feeds_less(contenders):
 
 
 def test_a_smoke_run_times_all_that_is_here():
-    workload = benchmark.WORKLOADS["smoke"]["qwen3-tiny LoRA"]
+    workload = benchmark.WORKLOADS["smoke"]["qwen3-tiny LoRA, 1 x 4"]
     rollouts = shaped_rollouts(1, group=2, prompt=5, completion=20, spans=2, span_tokens=4)
     fresh = functools.partial(policy, workload.model, lora=workload.lora, device=CPU, dtype=workload.dtype)
     names = [PLAIN, EXACT]
