@@ -37,14 +37,6 @@ def test_the_core_is_what_kernels_losses_and_scoring_import():
     assert _requirements().keys() == {"torch", "triton", "transformers", "numpy", "rapidfuzz"}
 
 
-@pytest.mark.parametrize(
-    "package", ["torch", "triton", "transformers", "peft", "liger-kernel", "datasets", "pytest-benchmark"]
-)
-def test_the_packages_that_the_project_is_built_on_are_named(package):
-    assert package in _requirements("bench")
-    assert package in _requirements("test")
-
-
 def test_what_the_two_commands_of_the_readme_install_is_pinned_within_its_range():
     pins = dict(line.split("==") for line in (REPOSITORY / "constraints.txt").read_text().split())
     pins = {canonicalize_name(name): version for name, version in pins.items()}

@@ -124,10 +124,7 @@ def beside_its_group(model: Any, batch: Any) -> Importances:
 
 
 COMPARING = {
-    "prefix tree": ["--estimator=prefix_tree"],
-    "sibling edits": ["--estimator=sibling_edits"],
     "top of entropies": ["--estimator=entropy"],
-    "top of gains": ["--estimator=prefix_gain", "--weights=top", "--weights.fraction=0.4"],
     "a function": [
         f"--estimator={__name__}:beside_its_group", "--weights=identity", "--units=tokens",
     ],
