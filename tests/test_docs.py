@@ -14,9 +14,6 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig, Rows, counterfactual_credit
-from cfa_kernels.credit.presets import preset_names
-from cfa_kernels.estimators import ESTIMATORS
-from cfa_kernels.loss.types import LEVELS, LOSS_TYPES
 from docs import options
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
@@ -123,19 +120,6 @@ def test_tables_of_options_and_hosts_are_those_of_the_code():
         assert written == made, f"{page.name}: run python -m docs.options"
     own = {entry.name for entry in fields(CounterfactualConfig)} - {"spans", "answers"}
     assert own == set(options.OWN)
-
-
-def test_every_loss_type_and_estimator_has_its_row_among_the_papers():
-    text = (REPOSITORY / "docs" / "papers.md").read_text(encoding="utf-8")
-    credit, _, losses = text.partition("## Losses")
-    named = set(re.findall(r"`([\w.]+)`", "".join(re.findall(r"^\| (`.*?) \|", losses, flags=re.MULTILINE))))
-    assert named >= set(LOSS_TYPES)
-    assert all(f'"{level}"' in losses for level in LEVELS if level != "token")
-    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|", credit, flags=re.MULTILINE)
-    shown = {name for row in rows for name in re.findall(r'`(?:estimator=)?"?(\w+)"?`', row)}
-    assert shown >= set(preset_names())
-    used = {CounterfactualConfig.preset(name).estimator.name if name in preset_names() else name for name in shown}
-    assert used >= set(ESTIMATORS)
 
 
 def sampled() -> dict[str, Any]:

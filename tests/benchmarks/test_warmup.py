@@ -1,4 +1,4 @@
-"""Warm-up, and both programs on real problems: GSM8K solutions learnt from scratch, then reinforced."""
+"""Warm-up: real GSM8K solutions learnt from scratch, and the same weights for the same seed."""
 
 import itertools
 import json
