@@ -94,7 +94,6 @@ def test_the_examples_of_a_page_run(page, tmp_path):
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors of a page, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -135,7 +134,6 @@ def sampled() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def others() -> dict[str, Any]:
-    """The functions of docs/other_trainers.md."""
     namespace: dict[str, Any] = {"__name__": "example"}
     assert run(REPOSITORY / "docs" / "other_trainers.md", namespace) == 6
     return namespace

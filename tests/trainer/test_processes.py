@@ -67,7 +67,6 @@ def batch_of(trainer: Trainer) -> list[int]:
 
 
 def infinite_in_second(*, prompts: Sequence[str], **_: Any) -> list[float]:
-    """Give what is no reward, in the second process only."""
     return [float("inf") if processes.rank() == 1 else 0.0 for _ in prompts]
 
 
