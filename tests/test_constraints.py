@@ -33,18 +33,6 @@ def _requirements(*extras: str) -> dict[str, Requirement]:
     return {canonicalize_name(Requirement(line).name): Requirement(line) for line in lines}
 
 
-def test_the_core_is_what_kernels_losses_and_scoring_import():
-    assert _requirements().keys() == {"torch", "triton", "transformers", "numpy", "rapidfuzz"}
-
-
-@pytest.mark.parametrize(
-    "package", ["torch", "triton", "transformers", "peft", "liger-kernel", "datasets", "pytest-benchmark"]
-)
-def test_the_packages_that_the_project_is_built_on_are_named(package):
-    assert package in _requirements("bench")
-    assert package in _requirements("test")
-
-
 def test_what_the_two_commands_of_the_readme_install_is_pinned_within_its_range():
     pins = dict(line.split("==") for line in (REPOSITORY / "constraints.txt").read_text().split())
     pins = {canonicalize_name(name): version for name, version in pins.items()}
@@ -70,11 +58,6 @@ def test_an_extra_asks_for_the_oldest_version_that_its_integration_takes(host):
     (oldest,) = re.findall(r'^OLDEST = "([\d.]+)"$', source, re.MULTILINE)
     (least,) = (Version(each.version) for each in _requirements(host)[host].specifier if each.operator == ">=")
     assert least == Version(oldest)
-
-
-def test_verl_is_not_installed_beside_trl():
-    """verl 0.9.1 imports a class that TRL has dropped wherever it finds TRL."""
-    assert "trl" not in _requirements("verl")
 
 
 def test_every_extra_is_tried_by_default():

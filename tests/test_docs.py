@@ -14,9 +14,6 @@ import pytest
 import torch
 
 from cfa_kernels import CounterfactualConfig, Rows, counterfactual_credit
-from cfa_kernels.credit.presets import preset_names
-from cfa_kernels.estimators import ESTIMATORS
-from cfa_kernels.loss.types import LEVELS, LOSS_TYPES
 from docs import options
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer
 
@@ -97,7 +94,6 @@ def test_the_examples_of_a_page_run(page, tmp_path):
 
 
 def headings(page: Path) -> set[str]:
-    """The anchors of a page, as GitHub makes them."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -125,19 +121,6 @@ def test_tables_of_options_and_hosts_are_those_of_the_code():
     assert own == set(options.OWN)
 
 
-def test_every_loss_type_and_estimator_has_its_row_among_the_papers():
-    text = (REPOSITORY / "docs" / "papers.md").read_text(encoding="utf-8")
-    credit, _, losses = text.partition("## Losses")
-    named = set(re.findall(r"`([\w.]+)`", "".join(re.findall(r"^\| (`.*?) \|", losses, flags=re.MULTILINE))))
-    assert named >= set(LOSS_TYPES)
-    assert all(f'"{level}"' in losses for level in LEVELS if level != "token")
-    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \|", credit, flags=re.MULTILINE)
-    shown = {name for row in rows for name in re.findall(r'`(?:estimator=)?"?(\w+)"?`', row)}
-    assert shown >= set(preset_names())
-    used = {CounterfactualConfig.preset(name).estimator.name if name in preset_names() else name for name in shown}
-    assert used >= set(ESTIMATORS)
-
-
 def sampled() -> dict[str, Any]:
     """Two completions of a prompt as lists of token ids, with spans, answers and an advantage each."""
     vocabulary = tiny_tokenizer().get_vocab()
@@ -151,7 +134,6 @@ def sampled() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def others() -> dict[str, Any]:
-    """The functions of docs/other_trainers.md."""
     namespace: dict[str, Any] = {"__name__": "example"}
     assert run(REPOSITORY / "docs" / "other_trainers.md", namespace) == 6
     return namespace

@@ -62,19 +62,6 @@ def count(text: str) -> English:
     return English(sum(len(HOUSE_WORDS.findall(each)) for each in every), long * share, figures * share)
 
 
-def test_sentences_are_counted_as_a_reader_would():
-    text = (
-        "# Title 1 2 3\n\nOne `a b` of its own. Two [links](x.md#1)\nare 2 or 0.5.\n\n- 1, 2 and 3 on an H100.\n\n|a|\n"
-    )
-    assert sentences(text) == ["One code of its own.", "Two links are 2 or 0.5.", "1, 2 and 3 on an H100."]
-    assert count(text) == English(1, 0, 100 / 3)
-    assert count("From `0.065` to `1,234`, at `-2` or `40 %`.").figures == 100
-    assert count("From `w_min=0.5` to `1,2,3` at `x=2` and `T (T + 1)`.").figures == 0
-    assert count("word " * 26).long == 100
-    assert count("word " * 25).long == 0
-    assert len(sentences("Yang et al. (2026) give an interval. So do others.")) == 2
-
-
 @pytest.mark.parametrize(
     "page", [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))], ids=lambda page: page.name
 )

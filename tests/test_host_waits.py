@@ -62,17 +62,6 @@ def test_a_wait_is_seen(cause, name):
         assert_waits(waits, name)
 
 
-def test_what_is_left_to_the_device_is_none():
-    with a_device() as waits:
-        x = torch.ones(3).pin_memory().to(DEVICE, non_blocking=True)
-        y = torch.where(x > 0, x, 0.0)[:2].cumsum(0).index_select(0, x.new_zeros(4, dtype=torch.int64))
-        y += torch.full((4,), 2.0, device=DEVICE)
-        assert_waits(waits)
-        assert y.cpu().tolist() == [3.0] * 4
-        with pytest.raises(RuntimeError, match="one device"):
-            y + torch.ones(4)
-
-
 @pytest.mark.parametrize(  # under a cap, a divergence takes the logits themselves
     ("outcome", "softcap", "budget"),  # completions are over it, or completions with their branches
     [("logprob", None, 20), ("mean", None, 60), ("mean", 4.0, 20)],

@@ -50,8 +50,6 @@ class ParsedError(Exception):
 
 
 def raising(parse):
-    """The function `parse`, which ends the program once it has parsed."""
-
     def parsed(*args, **kwargs):
         result = parse(*args, **kwargs)
         if isinstance(result, TrainSettings):

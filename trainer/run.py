@@ -88,7 +88,6 @@ def set_up(config: TrainConfig, started: datetime | None = None) -> Trainer:
 
     What is wrong raises an error that names the setting, the row of data, the reward function or the model.
     """
-    processes.start(config)
     stop_clock(started or datetime.now())
     # A reward, a row or a prompt that is wrong must not wait until a model is loaded.
     for name in config.report_to:

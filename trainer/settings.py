@@ -24,8 +24,6 @@ FILES = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 EXAMPLE_POOL = 256
 """Training problems, from the first on, of which the shortest are worked examples."""
 
-DtypeName = Literal["auto", "float32", "mixed", "bfloat16"]
-
 CHANGE_NO_RESULT = frozenset({"output_dir", "resume", "save_steps", "report_to", "log_completions", "page_steps"})
 """Settings of where and how often a run saves and logs."""
 
@@ -184,7 +182,7 @@ class TrainSettings(DataConfig):
     # devices
     device: str = "auto"
     """Device, for example "cpu" or "cuda:0"; auto is the first GPU if there is one."""
-    dtype: DtypeName = "auto"
+    dtype: Literal["auto", "float32", "mixed", "bfloat16"] = "auto"
     """Arithmetic: float32; mixed, which keeps weights in float32 and multiplies them in bfloat16 (autocast); or
     bfloat16 weights, which needs use_peft. auto is bfloat16 under LoRA on a GPU, or a CPU that multiplies it (AMX,
     AVX512-BF16); else it is mixed on a GPU and float32 on a CPU."""

@@ -17,8 +17,7 @@ from .patterns import (
     GROUP,
     MINUS,
     Interval,
-    clear_of,
-    sentence_intervals,
+    sentences_outside,
 )
 
 _BEFORE_NUMBER = r"(?=\s{1,4}[\d$(\\.])"
@@ -190,4 +189,4 @@ def ranked_math_intervals(text: str) -> tuple[list[Interval], list[Interval]]:
             last = arithmetic.pop()
             whole = min(last[0], whole[0]), max(last[1], whole[1])
         arithmetic.append(whole)
-    return arithmetic, list(clear_of(sentence_intervals(text), arithmetic, len(text)))
+    return arithmetic, sentences_outside(text, arithmetic)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from .patterns import GROUP, LETTER_OR_DIGIT, Interval, clear_of, sentence_intervals, trimmed
+from .patterns import GROUP, LETTER_OR_DIGIT, Interval, sentences_outside, trimmed
 
 _MARK = re.compile(
     r"\\begin\{(?P<begin>[a-zA-Z]{1,20}\*?)\}(?:\{\d{0,3}\}|\[[tcb]\])?|\\end\{(?P<end>[a-zA-Z]{1,20}\*?)\}"
@@ -46,8 +46,7 @@ def ranked_latex_intervals(text: str) -> tuple[list[Interval], list[Interval], l
         if displayed or (rows and (is_equation or _OPERATION.search(bare))):
             (equations if is_equation else others).extend(rows)
             regions.append(whole)
-    sentences = list(clear_of(sentence_intervals(text), regions, len(text)))
-    return equations, others, sentences
+    return equations, others, sentences_outside(text, regions)
 
 
 _Formula = tuple[Interval, list[Interval], bool]  # with its delimiters, its rows without, whether it is displayed

@@ -87,11 +87,8 @@ class Decoder:
         except Exception:  # each tokenizer raises what it likes
             return False
 
-    def offsets(
-        self, token_ids: Sequence[int] | torch.Tensor, shown: Set[str] = frozenset(), *, ends_shown: bool = True
-    ) -> TokenOffsets:
+    def offsets(self, ids: list[int], shown: Set[str] = frozenset(), *, ends_shown: bool = True) -> TokenOffsets:
         """Decode a completion as `token_offsets` does."""
-        ids = as_ids(token_ids)
         spelled = {i: self._special[i] for i in self._special.keys() & {*ids} if self._special[i] in shown}
         silent = {i for i in {*ids} if i in self._special or not self.knows(i)}
         ending = {i for i in silent if spelled.get(i) != _CLOSER}
@@ -211,7 +208,7 @@ def token_offsets(
     begins it. An id that the tokenizer has no token for, as models with more output rows than their tokenizer has
     tokens may draw, has no text. Raises `TypeError` for ids that are not 1-D integers, `ValueError` for negative ones.
     """
-    return Decoder.of(tokenizer).offsets(token_ids, shown, ends_shown=ends_shown)
+    return Decoder.of(tokenizer).offsets(as_ids(token_ids), shown, ends_shown=ends_shown)
 
 
 def decoded(token_ids: Sequence[int] | torch.Tensor, tokenizer: PreTrainedTokenizerBase, **options: Any) -> str:

@@ -1,7 +1,6 @@
 """Find numbers and sentences in a text, as character intervals, for all modules of this package."""
 
 import re
-from collections.abc import Iterable, Iterator
 
 Interval = tuple[int, int]
 """Half-open characters of a text."""
@@ -61,15 +60,16 @@ def holds_number(sentence: str) -> bool:
     return bool(re.search(r"\d", sentence[label_length(sentence) :])) and not HEADING.fullmatch(sentence)
 
 
-def clear_of(intervals: Iterable[Interval], occupied: list[Interval], length: int) -> Iterator[Interval]:
-    """Yield the intervals that overlap none of `occupied`; both disjoint and in order, in a text of that length."""
-    following = iter([*occupied, (length, length)])
+def sentences_outside(text: str, occupied: list[Interval]) -> list[Interval]:
+    """Find the sentences that overlap none of `occupied`, which are disjoint and in order."""
+    following, outside = iter([*occupied, (len(text), len(text))]), list[Interval]()
     start, end = next(following)
-    for interval in intervals:
-        while end <= interval[0] and end < length:
+    for sentence in sentence_intervals(text):
+        while end <= sentence[0] and end < len(text):
             start, end = next(following)
-        if start >= interval[1] or end <= interval[0]:
-            yield interval
+        if start >= sentence[1] or end <= sentence[0]:
+            outside.append(sentence)
+    return outside
 
 
 def trimmed(text: str, start: int, end: int) -> Interval:

@@ -75,14 +75,6 @@ def test_rules_decide_by_the_figure_that_they_name_and_by_no_other():
     assert plain_name(a_document(True, 0.0)["parts"]["trl"]["result"][0]["name"]) == predictions.MERGED
 
 
-def test_predictions_name_contenders_and_groups_that_the_races_have():
-    """So that a prediction without a figure means that nothing was measured."""
-    names = {ab.PLAIN, ab.EXACT, ab.NEAREST, ab.EXACT + ab.MERGED, ab.TRL_LIGER, "fixed and a token", *PRESETS_RACED}
-    for one in (*predictions.PREDICTED, *(rule.what for rule in predictions.RULES)):
-        assert one.block in ab.BLOCKS
-        assert one.name in names or one.name.startswith("TRL, 16 rows")
-
-
 def test_a_block_that_exceeds_its_limit_or_finds_no_budget_is_skipped_with_a_line(tmp_path, monkeypatch, capsys):
     ran = []
     quick = lambda bench: ran.append(bench) or [], 9.0

@@ -150,19 +150,6 @@ def test_without_a_gpu_the_command_says_so_and_fails(monkeypatch, capsys, tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-def test_the_command_is_a_call_of_pytest(monkeypatch, tmp_path):
-    calls = []
-    monkeypatch.setattr(pytest, "main", lambda session: calls.append(session) or 0)
-    file = tmp_path / "run.json"
-    options = ["--device", "cpu", "--only", "loss", "--rounds", "4", "--into", str(file), "--commit", "abc"]
-    assert command.main([*options, "--", "-k", "tiny"]) == 0
-    ((first, *session),) = calls
-    assert first == str(REPOSITORY / "benchmarks/speed/bench_loss.py")
-    assert {"--benchmark-only", f"--benchmark-json={file}", "--bench-commit=abc"} <= {*session}
-    assert "--benchmark-min-rounds=4" in session
-    assert session[session.index("-k") + 1] == "tiny"
-
-
 OPTIONS = ["--benchmark-only", "--bench-device=cpu", "--bench-smoke", "--bench-commit=abc", "-q"]
 
 
@@ -240,19 +227,6 @@ def reported(race, name, rounds=2):
     ceilings = {"gemm_tflop_per_s": 1.0, "copy_gb_per_s": 2.0}
     conftest.report.__wrapped__(benchmark, budget, ceilings)(race, name)
     return benchmark
-
-
-def test_the_rounds_of_the_race_are_what_is_reported():
-    laps = {
-        "ours": Lap("ours", [1.0, 3.0]),
-        "other": Lap("other", [4.0, 8.0], {"flops": 12e12, "bytes": 6e9, "way": "x"}),
-    }
-    benchmark = reported(Race("g", laps, {"tokens": 7}), "other")
-    assert benchmark.seconds == pytest.approx([4.0, 8.0])
-    assert benchmark.extra_info == {
-        "tokens": 7, "flops": 12e12, "bytes": 6e9, "tflop_per_s": 2.0, "ceiling_tflop_per_s": 1.0, "gb_per_s": 1.0,
-        "ceiling_gb_per_s": 2.0, "ratio_to_ours": 3.0,
-    }  # fmt: skip
 
 
 def test_a_missed_promise_and_a_wrong_answer_fail_and_an_absent_contender_is_skipped():

@@ -124,6 +124,3 @@ def test_a_step_that_matters_only_through_the_next_has_no_direct_effect_and_a_to
     lost = math.log(90)
     assert found.direct[0].tolist() == pytest.approx([0, 0, lost, 0], abs=1e-6)
     assert found.total[0].tolist() == pytest.approx([89 / 90 * lost, 0, lost, 0], abs=1e-6)
-
-
-# --- Bad input ----------------------------------------------------------------------------------------------------

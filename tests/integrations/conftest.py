@@ -28,7 +28,6 @@ def processes() -> BaseContext:
 
 @pytest.fixture(scope="package")
 def train(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """`tests.support.trl_training.train` into a folder of its own."""
     pytest.importorskip("trl", reason="TRL is not installed")
     from tests.support import trl_training
 

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from cfa_kernels import Batch, CounterfactualConfig, Credit, Rows, Span, fold_weights
-from cfa_kernels.estimators.base import NEEDS, SIBLINGS, Importances
+from cfa_kernels.estimators.base import Importances
 from cfa_kernels.integrations.credit import OFFERED_BY_A_SERVICE, credit_rows, unmet_needs
 from cfa_kernels.scoring.access import LogprobService
 from tests.support.log_prob_hosts import IMPOSSIBLE
@@ -128,17 +128,3 @@ def test_what_a_service_does_not_offer_is_named_by_the_option_that_needs_it(opti
     (said,) = found
     assert said.startswith(message)
     assert "which this trainer does not give; " in said
-
-
-def test_an_obstacle_says_what_to_do():
-    def said(offers, **options):
-        (sentence,) = unmet_needs(CounterfactualConfig.of(options), offers)
-        return sentence.partition("does not give; ")[2]
-
-    service = OFFERED_BY_A_SERVICE
-    assert said(service, **{"estimator.outcome": "mean"}) == "omit it"
-    assert {"masking", "prefix_gain"} < {*said(service, estimator="entropy").removeprefix("take one of ").split(", ")}
-    assert said(service - {SIBLINGS}, estimator="prefix_tree") == "sample more than one completion of each prompt"
-    assert said(frozenset(NEEDS) - {"external"}, estimator="external").startswith("give a function")
-    (sentence,) = unmet_needs(CounterfactualConfig(weights="sign_gate"), service - {SIBLINGS})
-    assert sentence.startswith("weights='sign_gate': it needs several completions of one prompt, which this trainer")

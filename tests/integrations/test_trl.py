@@ -1,8 +1,6 @@
 """TRL's GRPO trainer with counterfactual credit: real training of a tiny model, next to TRL's own."""
 
-import re
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +29,6 @@ from tests.support.trl_training import (  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 ONES = CounterfactualConfig.of({"weights.w_min": 1.0, "weights.w_max": 1.0, "weights.w_answer": 1.0})
-
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "trl.md"
 
 PADDED = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
 
@@ -104,12 +100,6 @@ def test_figures_of_two_processes_are_combined_by_what_they_mean(name, here, the
     trainer.accelerator = SimpleNamespace(device="cpu", gather=lambda local: torch.cat([local, others]))
     trainer._log_gathered({name: here}, "train", tokens=10)
     assert trainer._metrics["train"][name] == pytest.approx(expected)
-
-
-def test_the_page_names_every_figure_of_credit_and_how_processes_combine_it():
-    words = {"mean": "mean", "sum": "sum", "minimum": "min", "maximum": "max"}
-    rows = re.findall(r"^\| `(credit/\w+)` \|.*\| (\w+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    assert {name: words[how] for name, how in rows} == integration._CREDIT_FIGURES
 
 
 def test_evaluation_is_trls_own_and_scores_nothing(train):

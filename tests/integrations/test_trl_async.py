@@ -56,7 +56,6 @@ def samples() -> list[Any]:
 
 
 def rows_of(made: list[Any]) -> tuple[Rows, list[torch.Tensor]]:
-    """The rows from their first trained token to their last."""
     ends = [mask.nonzero()[0][[0, -1]] + [0, 1] for mask in (sample.completion_mask for sample in made)]
     whole = [torch.tensor(sample.input_ids) for sample in made]
     rows = Rows([w[:a] for w, (a, _) in zip(whole, ends)], [w[a:b] for w, (a, b) in zip(whole, ends)])  # noqa: B905
@@ -101,8 +100,6 @@ def trainer(folder: Any, credit: CounterfactualConfig) -> Any:
 
 
 class Recording(AsyncGRPOTrainer):
-    """TRL's trainer, with a record of the advantages of its loss."""
-
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         self.read = inputs["advantages"][inputs["token_index"] >= 0]
         return super().compute_loss(model, inputs, *args, **kwargs)

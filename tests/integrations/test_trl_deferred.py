@@ -41,7 +41,6 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def train_both(train: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Any, Any]:
-    """The trainer with credit from training forwards, and the one with credit at once."""
     options["trainer"] = {"packed_loss": True} | options.get("trainer", {})
     deferred = train(**options)
     at_once(monkeypatch)

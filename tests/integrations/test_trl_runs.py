@@ -56,7 +56,6 @@ def test_a_compiled_model_trains_to_the_same_weights(train, caplog):
 
 
 def without_answers(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-    """Completions of which none gives an answer in a known form."""
     made = rollouts(prompts, trainer)
     return (
         made
@@ -66,7 +65,6 @@ def without_answers(prompts: list[Any], trainer: Any) -> dict[str, Any]:
 
 
 def warned(train: Any, **options: Any) -> tuple[Any, list[str]]:
-    """A trainer, and what it warned about credit."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trained = train(**options)

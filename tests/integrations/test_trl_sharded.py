@@ -103,7 +103,6 @@ def as_one_of_two(rank: int, folder: str, how: str, cases: Cases) -> None:
 
 
 def beside_others(model: Any, batch: Any) -> Importances:
-    """Importances that depend on all completions of the batch."""
     longest = max(batch.scored.lengths)
     return Importances([torch.arange(len(units)) * len(batch) / longest for units in batch.units])
 
@@ -135,7 +134,6 @@ COMPARED: Cases = {  # whole groups are split between the processes
 
 @functools.cache
 def alone(name: str) -> dict[str, Any]:
-    """What one process trains to by a case."""
     return train("one", 1, *(CASES | COMPARED)[name])
 
 

@@ -3,23 +3,18 @@
 from typing import Any
 
 import pytest
-import torch
 import transformers
 from packaging.version import Version
-
-from cfa_kernels import CounterfactualConfig
 
 integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is not installed", exc_type=ImportError)
 
 from datasets import Dataset  # noqa: E402
-from trl import GRPOTrainer  # noqa: E402
 
 from tests.support.tiny import PHRASES, tiny_model, tiny_tokenizer  # noqa: E402
 from tests.support.trl_training import (  # noqa: E402
     PROMPT,
     RELEASE,
     logged,
-    parameters,
     record_generations,
 )
 
@@ -154,19 +149,3 @@ def test_a_span_never_holds_what_a_tool_wrote(train, monkeypatch, how, packed):
     assert all(own[unit.start : unit.end].all() for own, unit in units)
     assert all(own[span.start : span.end].all() for own, span in zip(batch.batch.mask, credit.answers, strict=True))
     assert logged(trainer, "credit/scored_fraction") == [1.0]
-
-
-@pytest.mark.parametrize(
-    ("how", "credit"),
-    [("tools", None), ("rollout_func", None), ("tools", CounterfactualConfig())],
-)
-def test_training_with_tools_is_trls(train, how, credit):
-    packed = trained(train, integration.PackedGRPOTrainer, how, credit=credit, packed_loss=True)
-    if credit is None:
-        theirs = trained(train, GRPOTrainer, how)
-    else:
-        theirs = trained(train, integration.PackedGRPOTrainer, how, credit=credit, packed_loss=False)
-    torch.testing.assert_close(parameters(packed), parameters(theirs), rtol=1e-4, atol=1e-5)
-    assert max(logged(packed, "grad_norm")) > 0
-    for name in ("loss", "grad_norm", "entropy", "reward", "completions/mean_length"):
-        assert logged(packed, name) == pytest.approx(logged(theirs, name), rel=1e-4, abs=1e-5), name

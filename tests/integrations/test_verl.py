@@ -116,8 +116,6 @@ def one_process() -> Any:
 
 
 def build(config: Any, workers: WorkerGroup | None, trainer: type = PPOTrainerSync, **credit: Any) -> Any:
-    """A verl trainer with what its advantage step needs."""
-
     class Trainer(CounterfactualMixin, trainer):
         pass
 
@@ -266,8 +264,6 @@ class Group:
 
 
 def set_up(config: Any, group: Any, **credit: Any) -> Any:
-    """A trainer after verl's own set-up."""
-
     class Host(PPOTrainerSync):
         def _setup(self) -> None:
             self._init_resource_pool_mgr()

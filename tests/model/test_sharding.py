@@ -33,7 +33,6 @@ def alone_and_shared(how: str) -> tuple[nn.Module, nn.Module]:
 
 
 def mlp_of(model: nn.Module, part: str = "mlp") -> nn.Module:
-    """A part of the second layer of a distributed model."""
     layer = causal_lm(model).model.layers[1]
     return getattr(getattr(layer, "_fsdp_wrapped_module", layer), part)
 
@@ -74,7 +73,6 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def as_one_process(
     rank: int, how: str, architecture: str, changes: dict, halves: bool = False, lora: bool = False
 ) -> None:
-    """Scores, gradients, two optimizer steps and errors of two processes are those of one."""
     alone, model = (make_model(architecture, **changes) for _ in range(2))
     if lora:
         alone, model = adapted(alone), adapted(model)

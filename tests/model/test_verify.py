@@ -72,7 +72,6 @@ def test_layers_with_a_state_take_it_up_where_their_branch_leaves(name):
 
 
 def scaled(model, factor):
-    """The model with every logit times `factor`, after its head."""
     forward = model.forward
 
     def louder(*args, **kwargs):
@@ -149,8 +148,6 @@ def test_a_model_changed_after_its_self_check_is_checked_again(change):
 
 
 def attention_of_its_own(factor):
-    """Attention of a user, which is sdpa but for the scale."""
-
     def own(module, query, key, value, mask, scaling=None, **options):
         return sdpa_attention_forward(module, query, key, value, mask, scaling=factor * scaling, **options)
 
@@ -159,8 +156,6 @@ def attention_of_its_own(factor):
 
 @pytest.fixture
 def attention_named(monkeypatch):
-    """A function that gives transformers attention by a name."""
-
     def register(name, function):
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, name, function)
         monkeypatch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, name, sdpa_mask)

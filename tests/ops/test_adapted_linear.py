@@ -67,7 +67,6 @@ def problem(device, widths=(64,), rows=200, width=96, rank=8):
 
 
 def gradients(op, x, layers, by_outs, dtype=None):
-    """The results of `op`, and its gradients by rows and adapters."""
     to = [
         v.detach().clone().to(dtype or v.dtype).requires_grad_() for v in (x, *(v for one in layers for v in one[2:]))
     ]

@@ -47,7 +47,6 @@ def plain(hidden, lm_head, targets, dtype, **options):
 
 
 def from_logits(logits, targets, *, bias=None, temperature=1.0, softcap=None, logit_scale=1.0):
-    """Log-probs and entropies in the dtype of the logits."""
     if bias is not None:
         logits = logits + bias.to(logits.dtype)
     logits = logit_scale * logits
@@ -59,7 +58,6 @@ def from_logits(logits, targets, *, bias=None, temperature=1.0, softcap=None, lo
 
 
 def assert_within_budget_of_float32(values, inputs, **options):
-    """Log-probs and entropies."""
     low, exact = (plain(*inputs, dtype, **options) for dtype in (torch.float32, torch.float64))
     for value, single, double in zip(values, low, exact, strict=True):
         assert_within_budget(value, single, double, scale=1.0)  # of one token both are 0

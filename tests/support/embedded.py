@@ -51,7 +51,6 @@ def samples_of(folder: Path) -> list[dict]:
 
 
 def sample(trainer: Trainer, problems: list[int], **options) -> Rollouts:
-    """Eight completions of each problem."""
     pairs = [(i, g) for i in problems for g in range(8)]
     options = {"max_completion_length": 80, "keys": [(0, 1, i, g) for i, g in pairs]} | options
     engine = TransformersEngine(trainer.policy, trainer.tokenizer)
@@ -98,7 +97,6 @@ def padded_logprobs(model: torch.nn.Module, rollouts: Rollouts, dtype: torch.dty
 
 
 def reward_every_other(completions, **_):
-    """A reward under which every group has advantages."""
     return [i % 2 for i in range(len(completions))]
 
 
@@ -124,10 +122,7 @@ def beside_its_group(model: Any, batch: Any) -> Importances:
 
 
 COMPARING = {
-    "prefix tree": ["--estimator=prefix_tree"],
-    "sibling edits": ["--estimator=sibling_edits"],
     "top of entropies": ["--estimator=entropy"],
-    "top of gains": ["--estimator=prefix_gain", "--weights=top", "--weights.fraction=0.4"],
     "a function": [
         f"--estimator={__name__}:beside_its_group", "--weights=identity", "--units=tokens",
     ],

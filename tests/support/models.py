@@ -92,7 +92,6 @@ HYBRIDS = {
 
 
 def skip_before(release: str, what: str) -> None:
-    """Skip the test with a transformers older than a release, which lacks something."""
     if Version(transformers.__version__) < Version(release):
         pytest.skip(f"transformers {transformers.__version__} {what}; run with {release} or newer")
 
@@ -174,7 +173,6 @@ def batch_of(
     model, prompts, completions, units=None, answers=None, *, mask=PLACEHOLDER, token_budget=None, seed=(), index=None,
     **known,
 ) -> Batch:  # fmt: skip
-    """The batch that an estimator judges."""
     rows = Rows(prompts, completions, index)
     check_ids(causal_lm(model), rows)
     known |= {"units": units or [()] * len(rows), "answers": answers or [None] * len(rows)}
@@ -182,12 +180,10 @@ def batch_of(
 
 
 def score_forward(forward, spans, answers, *, token_budget=None, **options):
-    """Scores of the rows of a forward, by branches that continue it."""
     return forward.score(Batch(forward.rows, units=spans, answers=answers, token_budget=token_budget), **options)
 
 
 def score_columns(model, prompts, completions, spans, answers, **options):
-    """Scores of columns as `batch` gives them."""
     return score_counterfactuals(model, Rows(prompts, completions), spans, answers, **options)
 
 
@@ -223,7 +219,6 @@ def at_least_float32(logits):
 
 
 def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Gradient of each parameter that the loss reaches, by its name."""
     model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

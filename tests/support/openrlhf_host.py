@@ -39,7 +39,6 @@ class Host:
         return experiences
 
     def _dispatch_forward(self, group: Any, empties_cache: bool, **lists: list[Tensor]) -> list[list[Tensor]]:
-        """Share batches out over actors, each of some processes with the same data; a list for each process."""
         copies = self.args.ds.ring_attn_size
         actors = self.args.actor.num_gpus_per_node // copies
         self.calls.append(lists["sequences"])

@@ -36,7 +36,6 @@ class Page(HTMLParser):
 
 
 def write_lines(file: Path, entries: Sequence[object]) -> Path:
-    """Write JSON, a value a line; strings as they are."""
     file.write_text(jsonl(*entries), encoding="utf-8")
     return file
 

@@ -129,7 +129,6 @@ def drawn_features(seed: int, loss_type: str, level: str) -> dict[str, Any]:
 
 
 def others(tensors: dict[str, Any]) -> tuple[Any, ...]:
-    """The losses' tensors behind logits, or hidden states and head."""
     return tensors["targets"], tensors["old"], tensors["advantages"], tensors["mask"]
 
 
@@ -179,7 +178,6 @@ def plain(
 
 
 def loss_and_gradient(logprobs, *args, **options):
-    """Loss, gradient and metrics of `policy_loss`."""
     logprobs = logprobs.detach().clone().requires_grad_()
     loss, metrics = policy_loss(logprobs, *args, **options)
     loss.backward()
@@ -187,7 +185,6 @@ def loss_and_gradient(logprobs, *args, **options):
 
 
 def on_gpu(test):
-    """Run the test on a GPU alone."""
     return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test))
 
 
@@ -195,7 +192,6 @@ FORM = pytest.mark.parametrize("form", [of_logits, of_hidden])
 
 
 def leaves_of(form: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the tensors that the loss is differentiated by."""
     return ("logits",) if form is of_logits else ("hidden", "head", "bias")
 
 

@@ -58,7 +58,6 @@ def _one(rank: int, processes: int, folder: str, work: Callable[..., None], argu
 
 
 def wrapped(model: nn.Module, how: str, halves: bool = False) -> nn.Module:
-    """Distribute a model: the ways that people and hosts do."""
     inner = causal_lm(model)
     layers = inner.model.layers
     if how.startswith("ZeRO"):
@@ -86,8 +85,6 @@ def wrapped(model: nn.Module, how: str, halves: bool = False) -> nn.Module:
 
 
 def values(model: nn.Module, gradients: bool = False) -> dict[str, torch.Tensor]:
-    """Whole weights by name, or their gradients."""
-
     def whole(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
@@ -139,7 +136,6 @@ def deepspeed_on_a_cpu(*, in_order: bool) -> Any:
 
 
 def deepspeed_engine(model: nn.Module, halves: bool = False, stage: int = 3) -> Any:
-    """Share a model out by DeepSpeed, with plain gradient descent."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     engine, *_ = deepspeed_on_a_cpu(in_order=False).initialize(

@@ -148,7 +148,6 @@ CHARACTERS = "".join(
 
 
 def snippets(max_size: int) -> st.SearchStrategy[str]:
-    """Anything that can be text."""
     return st.text(CHARACTERS, max_size=max_size)
 
 
@@ -168,5 +167,4 @@ def completions(name: str) -> st.SearchStrategy[list[int]]:
 
 
 def gsm8k_rows(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The records of one of GSM8K's files."""
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]

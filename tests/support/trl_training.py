@@ -42,13 +42,11 @@ def seven(completions: list[Any], **kwargs: object) -> list[float]:
 
 
 def uneven(completions: list[Any], **kwargs: object) -> list[float]:
-    """Advantage for the first of three groups only."""
     return [reward * (i < 8) for i, reward in enumerate(seven(completions))]
 
 
 @contextmanager
 def forwards(model: Any) -> Iterator[list[int]]:
-    """The tokens of each forward of a model."""
     sizes: list[int] = []
     norm = model.model.layers[0].input_layernorm
     with norm.register_forward_hook(lambda _, args, out: sizes.append(args[0].shape[:2].numel())):

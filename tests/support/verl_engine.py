@@ -86,7 +86,6 @@ class Compared:
         packed.packed_hidden = counted
 
     def update(self, **changes: Any) -> tuple[list[float], dict[str, Any], dict[str, torch.Tensor]]:
-        """Losses of the micro-batches, metrics, and whole gradients."""
         with self.engine.train_mode():
             self.engine.optimizer_zero_grad()
             said = self.engine.forward_backward_batch(rows_to_train_on(self.rank, **changes), self.loss)

@@ -19,8 +19,10 @@ def answer_of(text: str, **options: object) -> str | None:
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
-        ("#### 18", "18"), ("#### $18", "18"), (r"#### \boxed{18}", "18"), ("#### -5", "-5"), ("#### -$5", "-$5"),
-        ("#### 18\n#### ", "18"), ("#### 18 eggs are left for the next 7 days", "18"), ("#### 10 000", "10 000"),
+        ("#### 18", "18"), ("####18", "18"), ("#### **18**", "18"), ("#### 18.00", "18.00"), ("#### +18", "+18"),
+        ("#### $18", "18"), (r"#### \boxed{18}", "18"), ("#### -5", "-5"), ("#### -$5", "-$5"),
+        ("#### 17\nWait, that is wrong.\n#### 18", "18"), ("#### 18\n#### ", "18"),
+        ("#### 18 eggs are left for the next 7 days", "18"), ("#### 10 000", "10 000"),
         ("#### The answer is: 18", "18"), ("####\n18", "18"), ("#### 3/4", "3/4"), ("#### 1 1/2 cups", "1 1/2"),
         (r"#### \frac{3}{4}", r"\frac{3}{4}"), ("#### 3*6=$<<3*6=18>>18", "18"), ("#### Janet sells eggs", None),
         ("#### 1. Count the eggs\n#### 2. Sell them\nso \\boxed{18}", "18"), ("#### 2. Nothing boxed below", None),
@@ -200,9 +202,3 @@ def test_real_solutions_give_their_recorded_answer_each_in_one_of_the_forms(gsm8
             last = answer_of(work, answer_fallback="last_number")
             by_last_number += last is not None and parse_number(last) == parse_number(final[1])
     assert (recorded, by_last_number) == (2633, 2508)  # as docs/spans.md says
-
-
-def test_published_solutions_give_their_recorded_answer(gsm8k: Path) -> None:
-    for name, column, marker in (("model_solutions", "ground_truth", "A: "), ("test", "answer", "#### ")):
-        for text in [row[column] for row in gsm8k_rows(gsm8k, name)]:
-            assert answer_of(text) == text.split(marker)[-1]

@@ -1,12 +1,10 @@
 """From sampled ids to the answer and the spans, on small tokenizers of each family and on real model output."""
 
 import functools
-import itertools
 import re
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -173,16 +171,11 @@ def test_answer_and_spans_follow_the_runs_own_rules(text: str, rules: dict, answ
     assert answer is None or detected == detect_spans(ids, DIGITS, answers=answers)
 
 
-@pytest.mark.parametrize(
-    ("text", "answer", "spans"),
-    [
-        ("We get 1 + 2 = 3. Then 4 + 5 = 9. Done", "9", ["1 + 2 = 3", "4 + 5 ="]),
-    ],
-)
-def test_a_given_answer_bounds_the_reasoning_whatever_the_text_marks(text: str, answer: str, spans: list[str]) -> None:
-    start = text.index(answer)
+def test_a_given_answer_bounds_the_reasoning_whatever_the_text_marks() -> None:
+    text = "We get 1 + 2 = 3. Then 4 + 5 = 9. Done"
+    start = text.index("9")
     tokens = token_offsets(encode(DIGITS, text), DIGITS).tokens([(start, start + 1)])[0]
-    assert span_texts(text, DIGITS, answer=Span(*tokens)) == spans
+    assert span_texts(text, DIGITS, answer=Span(*tokens)) == ["1 + 2 = 3", "4 + 5 ="]
 
 
 @pytest.mark.parametrize(
@@ -221,32 +214,6 @@ def test_bad_input_is_named(name: str, ids: object, options: dict, error: type[E
 
 
 # --- Real model output ----------------------------------------------------------------------------------------------
-
-
-def real_completions(folder: Path) -> list[str]:
-    """Four models' solutions to 660 problems, right and wrong, with the answer line in GSM8K's own format."""
-    texts = []
-    for row in gsm8k_rows(folder, "model_solutions"):
-        texts += [row[key]["solution"] for key in row if key.startswith(("6b_", "175b_"))]
-    return [re.sub(r"\nA: ?([^\n]*)\Z", r"\n#### \1", text.rstrip()) for text in texts]
-
-
-@pytest.mark.parametrize(("part", "name"), enumerate(FAST))
-def test_real_solutions_have_answers_and_disjoint_spans(part: int, name: str, gsm8k: Path) -> None:
-    tokenizer = get_tokenizer(name)
-    texts = real_completions(gsm8k)[660 * part : 660 * (part + 1)]
-    rows = {row: encode(tokenizer, text) for row, text in enumerate(texts)}
-    counts = []
-    for row, (answer, end, spans) in find_reasoning(rows, tokenizer, unanswered=True).items():
-        marked = re.search(r"#### (-?[\d.,]*\d)", texts[row])
-        assert (marked is None) == (answer is None)
-        assert answer is None or (end <= answer.start and marked[1] in tokenizer.decode(rows[row][slice(*answer)]))
-        edges = [0, *itertools.chain.from_iterable(spans), end]
-        assert edges == sorted(edges)
-        counts.append(len(spans))
-    assert len(counts) == 660
-    assert np.mean(counts) >= 3.3
-    assert np.mean(np.array(counts) > 0) >= 0.99
 
 
 def test_selections_leave_out_of_real_solutions_what_the_docs_say(gsm8k: Path) -> None:

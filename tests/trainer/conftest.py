@@ -34,13 +34,11 @@ def tiny_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def there(tmp_path_factory):
-    """A folder of runs, all of one model."""
     return tmp_path_factory.mktemp("runs")
 
 
 @pytest.fixture(scope="session")
 def undisturbed(there):
-    """The outcome of a run that nothing befell."""
     code, (ended, _, said) = child(main, flags(there / "model", there / "undisturbed"))
     assert (code, ended, said) == (0, 0, "")
     return outcome(there / "undisturbed")

@@ -28,7 +28,6 @@ def unboxed(text: str) -> str:
 
 
 def message(capsys, *argv: str) -> str:
-    """The words that the program ends with over these arguments."""
     with pytest.raises(SystemExit) as ended:
         settings(*argv)
     assert ended.value.code == 2

@@ -117,7 +117,6 @@ def test_the_figures_of_several_micro_batches_are_those_of_one(fresh, short, lev
 
 
 def update_on_a_group(trainer) -> dict[str, float]:
-    """Sample eight completions of a problem and take the optimizer step on them."""
     config = trainer.config
     rollouts = sample(trainer, [0], temperature=config.temperature, top_p=config.top_p, max_completion_length=20)
     return updated(trainer, rollouts)[1]

@@ -6,11 +6,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.embedded import SMALL, settings
 from tests.support.tiny import write_tiny
-from trainer import policy as module
 from trainer.__main__ import main
-from trainer.config import TrainConfig
 from trainer.policy import load_policy, load_tokenizer, save_policy
-from trainer.precision import Precision
 
 NORM = "model.layers.1.input_layernorm.weight"
 
@@ -59,17 +56,3 @@ def test_a_model_with_a_weight_that_is_not_finite_is_not_saved(folder, peft) -> 
     with pytest.raises(FloatingPointError, match=f"parameter {name} is not finite"):
         save_policy(policy, tokenizer, folder.parent / "saved")
     assert not (folder.parent / "saved").exists()
-
-
-@pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize(("device", "applied"), [("cuda", 1), ("cpu", 0)])
-def test_liger_is_applied_once_to_a_policy_on_a_gpu_without_its_loss(monkeypatch, device, applied, compiles) -> None:
-    """And without its rotary embeddings where layers will be compiled."""
-    calls = []
-    monkeypatch.setattr(module, "is_liger_kernel_available", lambda: True)
-    monkeypatch.setattr(module, "apply_liger_kernel", lambda model, options: calls.append(options))
-    monkeypatch.setattr(torch.nn.Module, "to", lambda self, *args, **options: self)
-    monkeypatch.setattr(TrainConfig, "precision", Precision(torch.device(device), torch.float32, torch.float32))
-    load_policy(TrainConfig(), load_tokenizer(TrainConfig())[0], compiles=compiles)
-    options = {"rope": not compiles, "cross_entropy": False, "fused_linear_cross_entropy": False}
-    assert calls == [options] * applied

@@ -67,7 +67,6 @@ def batch_of(trainer: Trainer) -> list[int]:
 
 
 def infinite_in_second(*, prompts: Sequence[str], **_: Any) -> list[float]:
-    """Give what is no reward, in the second process only."""
     return [float("inf") if processes.rank() == 1 else 0.0 for _ in prompts]
 
 
@@ -221,11 +220,11 @@ def test_what_one_process_cannot_do_ends_all(few) -> None:
         (["--device=cuda:0"], "^device: cuda:0 is one GPU, and there are 2 processes"),
     ],
 )
-def test_what_several_processes_cannot_do_is_refused_before_the_model_is_loaded(argv, named, monkeypatch) -> None:
+def test_what_several_processes_cannot_do_is_refused_before_they_join(argv, named, monkeypatch) -> None:
     for name, value in {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=named):
-        set_up(settings("--model=/nowhere", *argv))
+        processes.start(settings(*argv))
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 5])

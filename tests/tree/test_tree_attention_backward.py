@@ -40,7 +40,6 @@ def by_out(out: Tensor) -> Tensor:
 
 
 def gradients(inputs, table: SegmentTable, backend: str, **option) -> dict[str, Tensor]:
-    """The result and the gradients by q, k, v and sinks, on the CPU."""
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     if "sinks" in option:
         option["sinks"] = option["sinks"].detach().clone().requires_grad_()
@@ -51,7 +50,6 @@ def gradients(inputs, table: SegmentTable, backend: str, **option) -> dict[str, 
 
 
 def exact_gradients(inputs, table: SegmentTable, **option) -> dict[str, Tensor]:
-    """Gradients of the reference in float64."""
     exact = {name: x.double().cpu() if name == "sinks" else x for name, x in option.items()}
     return gradients([x.double().cpu() for x in inputs], table, "torch", **exact)
 
@@ -67,7 +65,6 @@ def assert_exact(ours: dict[str, Tensor], expected: dict[str, Tensor], tolerance
 
 
 def trained(*shape, **options) -> tuple[SegmentTable, list[Tensor]]:
-    """The problem with inputs that want gradients."""
     table, inputs, _ = problem(*shape, **options)
     return table, [x.requires_grad_() for x in inputs]
 

@@ -1,1 +1,1 @@
-"""Analyse the credit of logged completions: tables, figures and a page of shaded tokens."""
+"""Analyse the credit of logged completions: tables by pandas."""

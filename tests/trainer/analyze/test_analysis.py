@@ -2,7 +2,6 @@
 
 import math
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -104,9 +103,7 @@ def test_a_run_with_signed_credit_is_analysed_end_to_end_by_the_advantages_it_tr
     options = ("--estimator=prefix_tree", "--max_steps=1", "--eval_problems=1", "--log_completions=8", EVERY_OTHER)
     folder = run(tmp_path / "run", *options)
     capsys.readouterr()
-    start = time.process_time()
     assert main([str(folder)]) == 0
-    assert time.process_time() - start < 3
     printed = capsys.readouterr().out
     assert max(map(len, printed.splitlines())) <= 80
     for title in ("Overview\n", "Drops of masked spans, importance by prefix_tree\n", "Concentration"):

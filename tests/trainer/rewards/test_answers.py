@@ -12,21 +12,6 @@ from trainer.config import TrainConfig
 from trainer.rewards.calls import load_reward
 from trainer.rewards.numbers import exact_match, final_number, gold_number, parse_number
 
-FORMS_OF_18 = [
-    "#### 18", "####18", "#### $18", "#### **18**", r"#### \boxed{18}", "#### 18.", "#### 18.00", "#### +18",
-    "#### 18 eggs for the next 7 days", "She sells 9*2=18.\n#### 17\nWait, that is wrong.\n#### 18",
-    r"So she makes \boxed{18} dollars.", r"The total is $\boxed{\$18}$.", "The answer is 18.",
-    "The final answer is 18 dollars a day", "She sells 9*2=18.\nA: 18", "**Final Answer:** $18.00",
-    "The answer is:\n$$18$$", "<think>It is 17. #### 17</think><answer>18</answer>",
-    "#### 1. Multiply\n9*2=18\n#### 2. Stop\nThe answer is 18.",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("text", FORMS_OF_18)
-def test_a_right_answer_is_recognised_in_every_form(text: str) -> None:
-    assert final_number(text) == 18
-    assert exact_match(completions=[text] * 2, answer=["9*2=18\n#### 18", "#### 81"]) == [1.0, 0.0]
-
 
 @pytest.mark.parametrize(
     ("text", "value"),

@@ -10,7 +10,6 @@ from tests.support.embedded import metrics_of, run, samples_of
 
 
 def talkative(completions, trainer_state, log_metric, log_extra, **_):
-    """Abstain on every second completion, and log."""
     log_metric("mine/step", trainer_state.global_step)
     log_extra("place", range(len(completions)))
     return [None if b % 2 else float(b % 4 == 0) for b in range(len(completions))]
