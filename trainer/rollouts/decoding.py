@@ -17,16 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache
 
 from cfa_kernels import KeptTokens
+from cfa_kernels.model.compiled import compiled_layers, to_compile
 from cfa_kernels.model.decode_attention import (
     CannotShare,
-    attending_to,
+    StepLayer,
+    a_step,
     cache_argument,
     decoding_attention,
     sharing_obstacle,
 )
+from cfa_kernels.model.parts import backbone
+from cfa_kernels.model.side_by_side import Projections
 from cfa_kernels.ops.upload import upload
 
 from .prompts import APART, KeysValues, SharedPrompts, choose_sharing, common_beginning, feed
@@ -76,27 +80,6 @@ _DTYPES = (
 )  # fmt: skip
 
 
-class _Layer(StaticLayer):
-    """Keys and values of a layer, of which a step sees the first `rows` and `live` places."""
-
-    rows = live = 0
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self, keys: Tensor, values: Tensor, place: Tensor) -> None:
-        super().__init__(max_cache_len=keys.shape[2])
-        self.keys, self.values, self.cumulative_length, self.is_initialized = keys, values, place, True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        keys, values = self.keys[: self.rows], self.values[: self.rows]
-        keys.index_copy_(2, self.cumulative_length, key_states)
-        values.index_copy_(2, self.cumulative_length, value_states)
-        return keys[:, :, : self.live], values[:, :, : self.live]
-
-    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
-        return self.live, 0
-
-
 class Decoder:
     """Decoding by a model whose layers keep keys and values and nothing else."""
 
@@ -107,7 +90,8 @@ class Decoder:
         on_cpu = next(model.parameters()).device.type == "cpu"
         self._multiple = 1 if on_cpu and not captured else _LENGTHS
         self._state: _State | None = None
-        self._layers: list[_Layer] = []
+        self._layers: list[StepLayer] = []
+        self.projections = Projections(model)
         self._graphs: dict[tuple[Any, ...], Callable[[], None]] = {}
         self._pool, self._addresses = None, list[int]()
         self._shares, self._shared = True, SharedPrompts(self._multiple)
@@ -160,7 +144,10 @@ class Decoder:
         state.uniforms[:, width : width + length] = uniforms
         del fed, parts, rest
         record = KeptRecord()
-        made = self._decode(state, width, length, sampling, record)
+        blocks = getattr(backbone(self._model), "layers", ()) if self._captured else ()
+        caches = dict(zip(blocks, self._layers, strict=False))
+        with self.projections.together(), compiled_layers(to_compile(caches), caches):
+            made = self._decode(state, width, length, sampling, record)
         drawn = slice(width, width + made)
         return state.tokens[:count, drawn], state.logprobs[:count, drawn], record.rows(count, made)
 
@@ -184,9 +171,11 @@ class Decoder:
             sizes = [(most, 1)] * 5 + [(most, self._places)] * 3 + [(most, LOOK, 2, CANDIDATES)] + [(1,)] * 2
             new = functools.partial(torch.zeros, device=fed[0][0].device)
             self._state = _State(*(new(size, dtype=dtype) for size, dtype in zip(sizes, _DTYPES, strict=True)))
-            for pair in fed:
-                keys, values = (x.new_zeros(most, x.shape[1], self._places, x.shape[3]) for x in pair)
-                self._layers.append(_Layer(keys, values, self._state.place))
+            for (
+                pair
+            ) in fed:  # with a place that is never seen, as of contiguous keys compiled layers have another graph
+                keys, values = (x.new_zeros(most, x.shape[1], self._places + 1, x.shape[3]) for x in pair)
+                self._layers.append(StepLayer(keys, values, self._state.place))
         return _State(*(part[:rows] for part in self._state))
 
     def _decode(self, state: _State, width: int, length: int, sampling: Sampling, record: KeptRecord) -> int:
@@ -271,14 +260,14 @@ class Decoder:
             self._graphs.get(key, step)()
 
     def _step(self, state: _State, live: int, sampling: Sampling, candidates: int | None) -> None:
-        for layer in self._layers:
-            layer.rows, layer.live = len(state.token), live
+        for layer, shared in zip(self._layers, self._shared.by_layer(), strict=False):
+            layer.begin(len(state.token), live, shared)
         seen, cache = torch.arange(live, device=state.place.device) >= state.padding, Cache(layers=[*self._layers])
-        at, shared = state.place - state.padding + state.before, self._shared.keys(self._layers)
+        at = state.place - state.padding + state.before
         options = {"position_ids": at, self._cache: cache, "use_cache": True}
-        with attending_to(shared):
-            scores = self._model(input_ids=state.token, attention_mask=seen, **options).logits[:, -1].float()
-        if shared and len(shared.read) < len(self._layers):
+        with a_step():
+            scores = self._model(input_ids=state.token, attention_mask=seen, **options).logits[:, -1]
+        if not all(layer.shared is None or layer.shared_is_read for layer in self._layers):
             raise CannotShare(f"a layer of {type(self._model).__name__} attends by other functions than transformers'")
         uniforms = None if sampling.greedy else state.uniforms.index_select(1, state.place)
         token, logprobs, narrow, kept = draw(scores, uniforms, sampling.temperature, sampling.top_p, candidates)

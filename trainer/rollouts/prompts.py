@@ -1,6 +1,7 @@
 """Feed prompts to a model for their keys and values, and keep those once that several rows of a batch begin with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from cfa_kernels.model.compiled import EAGER
-from cfa_kernels.model.decode_attention import SharedKeys, addresses, cache_argument
+from cfa_kernels.model.decode_attention import SharedKeys, cache_argument
 from cfa_kernels.model.modes import value_of
 from cfa_kernels.model.tree_forward import packed_hidden, tree_attention_mode
 from cfa_kernels.model.walk import ModelWalk
@@ -142,13 +143,13 @@ class SharedPrompts:
             groups, members = len(left), int(own.bincount().max())
         self._arrange(of_row, groups, members)
 
-    def keys(self, own: Sequence[Any]) -> SharedKeys | None:
-        """Give what rows attend to in addition to their `own` caches of each layer; None if nothing is shared."""
+    def by_layer(self) -> Iterator[SharedKeys | None]:
+        """Yield what rows attend to in addition to the cache of each layer; None without end if nothing is shared."""
         rows, groups, members, places = self.shape
         if not groups:
-            return None
-        parts = [(self._by_group(keys), self._by_group(values)) for keys, values in self._layers]
-        layers = {addresses(one.keys, one.values): pair for one, pair in zip(own, parts, strict=True)}
+            yield from repeat(None)
         of_group = self._members[: groups * members].view(groups, members)
         bias = self._bias[: groups * places].view(groups, 1, 1, places)
-        return SharedKeys(layers, bias, of_group, self._slots[:rows], set())
+        for stores in self._layers:
+            parts = *map(self._by_group, stores), bias, of_group, self._slots[:rows]
+            yield SharedKeys(*(part.data for part in parts))  # no views, as those of `StepLayer`

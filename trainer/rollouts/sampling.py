@@ -42,7 +42,7 @@ def draw(
     """
     if uniforms is None:
         largest = scores.amax(-1, keepdim=True)
-        nothing = torch.zeros_like(largest).masked_fill(~largest.isfinite(), torch.nan)
+        nothing = torch.zeros_like(largest, dtype=torch.float32).masked_fill(~largest.isfinite(), torch.nan)
         return TokenDraw(scores.argmax(-1, keepdim=True), nothing, torch.ones_like(largest, dtype=torch.bool))
     maxima, sums = block_sums(scores, temperature)
     rows = _Rows(scores, maxima, maxima.amax(-1, keepdim=True), sums, uniforms)
