@@ -37,6 +37,7 @@ from .prompts import APART, KeysValues, SharedPrompts, choose_sharing, common_be
 from .sampling import CANDIDATES, KeptRecord, draw
 
 LOOK = 16  # tokens between two looks at a GPU's results, or for a stop string
+_WIDER = {CANDIDATES: 4096, 4096: sys.maxsize}  # candidates that follow those which do not hold a nucleus
 _LENGTHS = 64  # of prompts, caches and what a graph reads of them are a multiple of it, so that shapes repeat
 _FEWEST_ROWS = 8  # of a graph; others are powers of two
 _LOG = logging.getLogger(__name__)
@@ -69,15 +70,12 @@ class _State(NamedTuple):
     tokens: Tensor  # (R, L) int64
     logprobs: Tensor  # (R, L) fp32, nan where logits were not finite
     uniforms: Tensor  # (R, L) float64
-    kept: Tensor  # (R, LOOK, 2, CANDIDATES) int32, `TokenDraw.kept` of the last places, by remainder of LOOK
     place: Tensor  # (1,) int64, of the last token
     missed: Tensor  # (1,) bool, whether a nucleus was larger than the candidates
 
 
-_BY_ROW = 9  # fields
-_DTYPES = (
-    *[torch.int64] * 4, torch.bool, torch.int64, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool,
-)  # fmt: skip
+_BY_ROW = 8  # fields
+_DTYPES = *[torch.int64] * 4, torch.bool, torch.int64, torch.float32, torch.float64, torch.int64, torch.bool
 
 
 class Decoder:
@@ -95,7 +93,9 @@ class Decoder:
         self._graphs: dict[tuple[Any, ...], Callable[[], None]] = {}
         self._pool, self._addresses = None, list[int]()
         self._shares, self._shared = True, SharedPrompts(self._multiple)
-        self._wide: Tensor | None = None  # (R, 1, 2, C) `TokenDraw.kept` of the last step, if too many for the state
+        # (R, LOOK, 2, C) int32 `TokenDraw.kept` of the last places, by remainder of LOOK, for numbers C of candidates.
+        self._kept: dict[int | None, Tensor] = {}
+        self._looked_at = torch.zeros(0)  # (R, 1, 2, C) that of a step which is looked at by itself
 
     def __call__(
         self, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling
@@ -165,10 +165,10 @@ class Decoder:
             self._graphs, self._pool = {}, None
         self._addresses = addresses
         if self._state is None or grows:
-            self._state, self._layers = None, []  # freed before the next are made
+            self._state, self._layers, self._kept = None, [], {}  # freed before the next are made
             longest = 0 if self._shared.shape[1] else self._longest
             most, self._places = max(rows, old), -(-max(places, longest, self._places) // _LENGTHS) * _LENGTHS
-            sizes = [(most, 1)] * 5 + [(most, self._places)] * 3 + [(most, LOOK, 2, CANDIDATES)] + [(1,)] * 2
+            sizes = [(most, 1)] * 5 + [(most, self._places)] * 3 + [(1,)] * 2
             new = functools.partial(torch.zeros, device=fed[0][0].device)
             self._state = _State(*(new(size, dtype=dtype) for size, dtype in zip(sizes, _DTYPES, strict=True)))
             for (
@@ -181,24 +181,23 @@ class Decoder:
     def _decode(self, state: _State, width: int, length: int, sampling: Sampling, record: KeptRecord) -> int:
         """Decode from place `width` on until all rows have ended, or `length` tokens; give the number of tokens."""
         deferred = self._captured or state.token.device.type == "cuda"  # a look at results is a wait
-        made, wide_until, candidates = 0, 0, CANDIDATES if deferred else None
+        made, all_until, candidates = 0, 0, CANDIDATES if deferred else None
         whole, order = state, torch.arange(len(state.token), device=state.token.device)
         while made < length:
-            # Nuclei of more ids than the state has places for are looked at after every token.
-            steps = LOOK if deferred and (candidates == CANDIDATES or not sampling.cuts) else 1
+            steps = LOOK if deferred and candidates != sys.maxsize else 1
+            if sampling.cuts and candidates in _WIDER and candidates not in self._kept:
+                size = len(self._layers[0].keys), LOOK, 2, candidates
+                self._kept[candidates] = torch.full(size, -1, dtype=torch.int32, device=order.device)
             times, before = min(steps, length - made), (state.token.clone(), state.ended.clone())
             state.place.fill_(width + made)
             state.missed.fill_(False)
-            self._wide = None
             live = width + made + times
             live = min(-(-live // self._multiple) * self._multiple, self._places)
             self._run(times, state, live, sampling, candidates)
-            flags, kept = self._look(state, order, slice(width + made, width + made + times), sampling)
-            *ended, missed = flags
-            if missed:
-                wide_until = made + LOOK
-            if missed and candidates == CANDIDATES:  # the same draws once more, among all tokens
-                candidates = sys.maxsize
+            where = slice(width + made, width + made + times)
+            (*ended, missed), kept = self._look(state, order, where, self._kept.get(candidates), sampling)
+            if missed and candidates in _WIDER:  # the same draws once more, among more tokens
+                candidates, all_until = _WIDER[candidates], made + LOOK
                 state.token.copy_(before[0])
                 state.ended.copy_(before[1])
                 continue
@@ -210,7 +209,8 @@ class Decoder:
                 ended = state.ended.view(-1).tolist()
             if all(ended):
                 break
-            candidates = candidates and (sys.maxsize if made < wide_until else CANDIDATES)
+            if candidates == sys.maxsize and made >= all_until:
+                candidates = max(_WIDER)
             if 4 * (rows := self._rows_for(ended.count(False))) <= 3 * len(ended):
                 state = self._without_ended(state, order[: len(ended)], rows, width + made)
         for part in (whole.tokens, whole.logprobs):
@@ -218,16 +218,17 @@ class Decoder:
         return made
 
     def _look(
-        self, state: _State, order: Tensor, places: slice, sampling: Sampling
+        self, state: _State, order: Tensor, places: slice, kept: Tensor | None, sampling: Sampling
     ) -> tuple[list[int], tuple[np.ndarray, np.ndarray] | None]:
         """Bring `ended` and `missed` to the host, and, of a nucleus, rows (R,) and `kept` (R, t, 2, C); by one wait."""
         rows, flags = len(state.token), [state.ended.view(-1), state.missed]
         if not sampling.cuts:
             return torch.cat(flags).tolist(), None
-        kept = self._wide
         if kept is None:
-            kept = state.kept[:, torch.arange(places.start, places.stop, device=order.device) % LOOK]
-        elif kept.is_cuda:  # most of it is empty
+            kept = self._looked_at
+        else:
+            kept = kept[:rows, torch.arange(places.start, places.stop, device=order.device) % LOOK]
+        if kept.shape[3] > CANDIDATES and kept.is_cuda:  # most of it is empty
             order_of = kept[:, :, :1].argsort(-1, descending=True)[..., : int((kept[:, :, 0] >= 0).sum(-1).max())]
             kept = kept.gather(-1, order_of.expand(-1, -1, 2, -1))
         host = torch.cat([*flags, order[:rows], kept.flatten()]).cpu().numpy()
@@ -270,13 +271,13 @@ class Decoder:
         if not all(layer.shared is None or layer.shared_is_read for layer in self._layers):
             raise CannotShare(f"a layer of {type(self._model).__name__} attends by other functions than transformers'")
         uniforms = None if sampling.greedy else state.uniforms.index_select(1, state.place)
-        token, logprobs, narrow, kept = draw(scores, uniforms, sampling.temperature, sampling.top_p, candidates)
-        if kept is not None and (more := CANDIDATES - kept.shape[2]) >= 0:
-            kept = nn.functional.pad(kept, (0, more), value=-1)
-            state.kept.index_copy_(1, state.place % LOOK, kept[:, None])
-        elif kept is not None:  # in steps that are looked at one by one
-            self._wide = kept[:, None]
-        state.missed.logical_or_((~narrow & ~state.ended).any())
+        token, logprobs, held, kept = draw(scores, uniforms, sampling.temperature, sampling.top_p, candidates)
+        if kept is not None and candidates in self._kept:
+            store = self._kept[candidates][: len(kept), :, :, : kept.shape[2]]
+            store.index_copy_(1, state.place % LOOK, kept[:, None])
+        elif kept is not None:
+            self._looked_at = kept[:, None]
+        state.missed.logical_or_((~held & ~state.ended).any())
         state.token.copy_(token)  # behind an end, too, where nothing counts
         state.tokens.index_copy_(1, state.place, token)
         state.logprobs.index_copy_(1, state.place, logprobs)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 
 import pytest
 import torch
@@ -278,14 +279,18 @@ def test_rows_that_have_ended_leave_and_completions_stay_in_their_places(replays
             assert all(going <= count < max(4 / 3 * going, going + 1) for count, going in zip(rows, alive, strict=True))
 
 
-def test_nuclei_larger_than_the_candidates_are_drawn_again_from_all_tokens(replays) -> None:
+@pytest.mark.parametrize("wider", [4096, 300])
+def test_nuclei_larger_than_the_candidates_are_drawn_again_from_more_tokens(wider, replays, monkeypatch) -> None:
+    monkeypatch.setattr(decoding, "_WIDER", {CANDIDATES: wider, wider: sys.maxsize})
     model = tiny()
     model.model.norm.weight.data.mul_(0.02)
     model.generation_config.eos_token_id = [*range(0, 512, 8)]  # the first draws end rows that go on
     sampled = TransformersEngine(model, tokenizer(), captured=True)(EIGHT, **long_run(40))
     assert sampled.ids() == by_generate(model, EIGHT, **long_run(40)).ids()
     assert max(int(kept.counts.max()) for kept in sampled.kept_tokens) > CANDIDATES
-    assert [candidates for *_, candidates, _ in replays] == [256] * 15  # those of all tokens are looked at one by one
+    graphs = [candidates for *_, candidates, _ in replays]
+    assert graphs[:30] == [CANDIDATES] * 15 + [wider] * 15  # those of all tokens are looked at one by one
+    assert {*graphs[30:]} == {wider}
 
 
 def test_the_cache_and_the_graphs_stay_until_it_must_grow_or_weights_move(replays, caplog) -> None:
