@@ -1,7 +1,6 @@
 """Run decoder layers compiled inside packed forwards: one graph serves all layers of a kind, whatever the pack.
 
-Another graph of a kind makes a token of several rows. A model's own forward and the self-check run the layers as they
-are.
+Another graph makes a token of several rows. A model's own forward and the self-check run the layers as they are.
 """
 
 import logging
@@ -38,7 +37,7 @@ class CompiledKind:
         first, *_ = layers = list(layers)
         self.obstacle: str | None = None  # why they run as they are
         self.decodes = True  # unless they do not compile so
-        self.name = type(first).__name__
+        self.name, self._backend = type(first).__name__, backend
         inner = _without_checkpointing(type(first).forward)
 
         def compiled(use: str) -> Any:
@@ -50,18 +49,12 @@ class CompiledKind:
             return torch.compile(step, backend=backend, fullgraph=True)
 
         self._step, self._token = compiled("rows"), compiled("token")
-        self._hooks, self.liger = dict[int, list[Any]](), dict[int, WeakSet[nn.Module]]()
-        for layer in layers:
-            self.add(layer)
-
-    def add(self, layer: nn.Module) -> None:
-        """Let a layer run as of this kind."""
-        inside = [*layer.modules()][1:]  # its own hooks, of FSDP2 say, run around it
-        self._hooks[id(layer)] = [h for m in inside for h in (m._forward_hooks, m._forward_pre_hooks)]
+        each = {id(layer): [*layer.modules()][1:] for layer in layers}  # its own, of FSDP2 say, run around it
+        self._hooks = {i: [h for m in own for h in (m._forward_hooks, m._forward_pre_hooks)] for i, own in each.items()}
         # What is traced is the models' own formula, which a compiler fuses; Liger's kernels cannot be. A kind keeps no
         # layer, else `_KINDS` would keep all.
-        self.liger[id(layer)] = WeakSet(filter(runs_liger, layer.modules()))
-        _KINDS[layer] = self
+        self.liger = {id(layer): WeakSet(filter(runs_liger, layer.modules())) for layer in layers}
+        _KINDS.update(dict.fromkeys(layers, self))
 
     def stop(self, reason: str) -> None:
         """Run layers of this kind as they are from now on, and say why."""
@@ -92,7 +85,7 @@ class CompiledKind:
         _mark_rows((args, kwargs), 1, hidden.shape[1])
         try:
             out = self._step(layer, args, {**kwargs, "attention_mask": mask})
-        except _FAILURES as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self.stop(_summary(error))
             return type(layer).forward(layer, *args, **kwargs)
         if continued is not None:
@@ -107,21 +100,20 @@ class CompiledKind:
         forward, rows = type(layer).forward, len(hidden)
         if not self.decodes or rows == 1 or any(self._hooks[id(layer)]):
             return forward(layer, hidden, *args, **kwargs)
-        own = {name: cache if isinstance(value, Cache) else value for name, value in kwargs.items()}
         _mark_rows((hidden, args, kwargs), 0, rows)
         parts = kwargs.get("attention_mask"), *cache.seen, *(cache.shared or ())
         for part, dims in zip(parts, ((0, 3), *[(0, 2)] * 4, (0, 3), (0, 1), (0,)), strict=False):
             if part is not None:
                 torch._dynamo.maybe_mark_dynamic(part, dims)
         try:
+            own = {name: cache if isinstance(value, Cache) else value for name, value in kwargs.items()}
             return self._token(layer, (hidden, *args), own)
-        except _FAILURES as error:
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             self.decodes = False
             _LOG.warning("layers of %s decode as they are, not compiled: %s", self.name, _summary(error))
             return forward(layer, hidden, *args, **kwargs)
 
 
-_FAILURES = TorchDynamoException, FailOnRecompileLimitHit
 _KINDS: WeakKeyDictionary[nn.Module, CompiledKind] = WeakKeyDictionary()
 
 
@@ -137,10 +129,10 @@ def to_compile(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, CompiledKin
 
 
 def compile_copies(copies: Iterable[nn.Module], layers: Iterable[nn.Module]) -> None:
-    """Let copies of layers run compiled, too, where these do."""
-    for copy, layer in zip(copies, layers, strict=True):
-        if (kind := _KINDS.get(layer)) is not None and copy not in _KINDS:
-            kind.add(copy)
+    """Compile copies of layers, too, where these run compiled and the copies do not yet."""
+    kinds = [(copy, _KINDS.get(layer)) for copy, layer in zip(copies, layers, strict=True) if copy not in _KINDS]
+    for kind in {kind for _, kind in kinds if kind and not kind.obstacle}:
+        CompiledKind([copy for copy, own in kinds if own is kind], kind._backend)
 
 
 def _has_forward(layer: nn.Module) -> object:

@@ -93,9 +93,8 @@ class Decoder:
         self._graphs: dict[tuple[Any, ...], Callable[[], None]] = {}
         self._pool, self._addresses = None, list[int]()
         self._shares, self._shared = True, SharedPrompts(self._multiple)
-        # (R, LOOK, 2, C) int32 `TokenDraw.kept` of the last places, by remainder of LOOK, for numbers C of candidates.
-        self._kept: dict[int | None, Tensor] = {}
-        self._looked_at = torch.zeros(0)  # (R, 1, 2, C) that of a step which is looked at by itself
+        # `TokenDraw.kept` of C candidates: (R, LOOK, 2, C) of places by remainder of LOOK; (R, 1, 2, C) of one token.
+        self._kept, self._looked_at = dict[int | None, Tensor](), torch.zeros(0)
 
     def __call__(
         self, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling
@@ -171,9 +170,7 @@ class Decoder:
             sizes = [(most, 1)] * 5 + [(most, self._places)] * 3 + [(1,)] * 2
             new = functools.partial(torch.zeros, device=fed[0][0].device)
             self._state = _State(*(new(size, dtype=dtype) for size, dtype in zip(sizes, _DTYPES, strict=True)))
-            for (
-                pair
-            ) in fed:  # with a place that is never seen, as of contiguous keys compiled layers have another graph
+            for pair in fed:  # and a place that is never seen, as contiguous keys would be a graph of their own
                 keys, values = (x.new_zeros(most, x.shape[1], self._places + 1, x.shape[3]) for x in pair)
                 self._layers.append(StepLayer(keys, values, self._state.place))
         return _State(*(part[:rows] for part in self._state))
@@ -181,7 +178,7 @@ class Decoder:
     def _decode(self, state: _State, width: int, length: int, sampling: Sampling, record: KeptRecord) -> int:
         """Decode from place `width` on until all rows have ended, or `length` tokens; give the number of tokens."""
         deferred = self._captured or state.token.device.type == "cuda"  # a look at results is a wait
-        made, all_until, candidates = 0, 0, CANDIDATES if deferred else None
+        made, candidates = 0, CANDIDATES if deferred else None
         whole, order = state, torch.arange(len(state.token), device=state.token.device)
         while made < length:
             steps = LOOK if deferred and candidates != sys.maxsize else 1
@@ -197,7 +194,7 @@ class Decoder:
             where = slice(width + made, width + made + times)
             (*ended, missed), kept = self._look(state, order, where, self._kept.get(candidates), sampling)
             if missed and candidates in _WIDER:  # the same draws once more, among more tokens
-                candidates, all_until = _WIDER[candidates], made + LOOK
+                candidates = _WIDER[candidates]
                 state.token.copy_(before[0])
                 state.ended.copy_(before[1])
                 continue
@@ -209,8 +206,6 @@ class Decoder:
                 ended = state.ended.view(-1).tolist()
             if all(ended):
                 break
-            if candidates == sys.maxsize and made >= all_until:
-                candidates = max(_WIDER)
             if 4 * (rows := self._rows_for(ended.count(False))) <= 3 * len(ended):
                 state = self._without_ended(state, order[: len(ended)], rows, width + made)
         for part in (whole.tokens, whole.logprobs):

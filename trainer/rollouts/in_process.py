@@ -52,10 +52,9 @@ class TransformersEngine(Engine):
         causal, on_gpu = causal_lm(model), next(model.parameters()).device.type == "cuda"
         captured = on_gpu if captured is None else captured
         obstacle = decoding_obstacle(causal)
-        self._decode: Decode = functools.partial(by_transformers, causal)
-        if not obstacle:
-            self._decode = decoder = Decoder(causal, captured=captured, longest=longest)
-            self.notes += [f"decoding multiplies one by one {apart}" for apart in [decoder.projections.apart] if apart]
+        decoder = None if obstacle else Decoder(causal, captured=captured, longest=longest)
+        self._decode: Decode = decoder or functools.partial(by_transformers, causal)
+        self.notes += decoder.projections.notes if decoder else []
         if (captured and obstacle) or (on_gpu and not captured):
             reason = obstacle or "CUDA graphs do not follow weights that move"
             self.notes.append(f"decoding is not captured, every layer of a step is launched: {reason}")

@@ -1,7 +1,6 @@
 """Feed prompts to a model for their keys and values, and keep those once that several rows of a batch begin with."""
 
 from collections.abc import Iterator
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -132,22 +131,16 @@ class SharedPrompts:
         self._members[slots] = order
 
     def shrink(self, of_row: Tensor, *, stays: bool) -> None:
-        """Take the group (R,) of fewer rows, and change it: groups without rows leave unless all `stays` in place."""
+        """Take the group (R,) of fewer rows, with places for as many as the largest group has unless all `stays`."""
         _, groups, members, _ = self.shape
-        if not stays and groups:
-            left, own = of_row.unique(return_inverse=True)
-            of_row.copy_(own)
-            for store in (self._bias[:, None, None], *(store for stores in self._layers for store in stores)):
-                by_group = self._by_group(store)
-                by_group[: len(left)] = by_group[left]
-            groups, members = len(left), int(own.bincount().max())
-        self._arrange(of_row, groups, members)
+        self._arrange(of_row, groups, members if stays or not groups else int(of_row.bincount().max()))
 
     def by_layer(self) -> Iterator[SharedKeys | None]:
         """Yield what rows attend to in addition to the cache of each layer; None without end if nothing is shared."""
         rows, groups, members, places = self.shape
         if not groups:
-            yield from repeat(None)
+            while True:
+                yield None
         of_group = self._members[: groups * members].view(groups, members)
         bias = self._bias[: groups * places].view(groups, 1, 1, places)
         for stores in self._layers:

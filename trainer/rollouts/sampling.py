@@ -28,7 +28,7 @@ class TokenDraw(NamedTuple):
 
     tokens: Tensor  # (B, 1) int64; any for a row with a nan
     logprobs: Tensor  # (B, 1) fp32, nats, over the nucleus; 0 if greedy, nan where the scores are not finite
-    held: Tensor  # (B, 1) bool: the nucleus is among the candidates
+    held: Tensor  # (B, 1) bool: the nucleus is among so many candidates, of no use without their number
     kept: Tensor | None = None  # (B, 2, C) int32: ids of the nucleus among others of -1, and bits of fp32 log-probs
 
 
@@ -119,7 +119,6 @@ def _from_nucleus(rows: _Rows, temperature: float, top_p: float, size: int, *, w
         assert more.kept is not None
         kept = torch.nn.functional.pad(kept, (0, more.kept.shape[2] - size), value=-1)
         drawn[few], logprobs[few], kept[few] = more.tokens, more.logprobs, more.kept
-        held = torch.ones_like(held)
     return TokenDraw(drawn, logprobs, held, kept)
 
 
