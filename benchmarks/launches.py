@@ -4,8 +4,8 @@ The library's packed forward, its backward and its scores run on a CPU as on a G
 one operator, attention as another. Inductor schedules the graphs of a layer as for an H100, which are counted, not run:
 all are zeros. An H200's profile had the same number, and kernels that sum a product's parts within cuBLAS.
 
-Sampling's decoder runs on a CPU, too, without its products and attention. Its layers are not compiled: each operator
-that writes memory is a launch, and moves what it reads and writes.
+Sampling's decoder runs on a CPU, too, without its products and attention. Its layers count as the graph of a token;
+outside of them each operator that writes memory is a launch, and moves what it reads and writes.
 """
 
 import copy
@@ -45,7 +45,10 @@ from trainer.rollouts import decoding
 MODEL, PASSES = "Qwen3-1.7B", ("forward", "backward", "scoring", "scoring, merged")
 PROBLEMS, GROUP, PROMPT, COMPLETION, SPANS = 4, 8, 110, 220, 6
 DECODED, PROMPTS = 8, (128, 2_048)  # prompts of GROUP completions each, and their tokens
-ATTENTION = {"cfa_kernels.tree_attention.default": 1, "cfa_kernels.tree_attention_backward.default": 3}  # on an H100
+ATTENTION = {  # kernels on an H100
+    "cfa_kernels.tree_attention.default": 1, "cfa_kernels.tree_attention_backward.default": 3,
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": 1,
+}  # fmt: skip
 
 
 @torch.library.custom_op("cfa_kernels::wide_mm", mutates_args=(), tags=(torch.Tag.flexible_layout,))
@@ -86,7 +89,9 @@ def count_nodes(nodes: Sequence[Any]) -> Counter[str]:
             count["products"] += 1
         elif type(node.node).__name__ != "MultiOutput" and type(node).__name__ != "NopKernelSchedulerNode":
             count["fused"] += 1
-            count["moved"] += node.get_read_write_buffers_sizes()
+            whole, *parts = (one.get_read_write_buffer_accesses(True, True) for one in (node, *node.get_nodes()))
+            # Of a buffer of which one of the parts reads or writes some rows, the parts know how many.
+            count["moved"] += sum(min(size, sum(part.get(name, 0) for part in parts)) for name, size in whole.items())
     return count
 
 
@@ -193,13 +198,8 @@ class Operators(TorchDispatchMode):
 
 
 def count_token(prompt: int, layers: int) -> Counter[str]:
-    """Count a token of DECODED * GROUP rows behind prompts of so many tokens, as a captured step makes it."""
-    config, operators, counts = copy.deepcopy(MODELS[MODEL]), Operators(), list[Counter[str]]()
-    config.num_hidden_layers, config.layer_types = layers, config.layer_types[:layers]
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    ids = torch.arange(DECODED).repeat_interleave(GROUP)[:, None].expand(-1, prompt)
-    uniforms, sampling = torch.full((len(ids), 2), 0.5).double(), decoding.Sampling(False, 1.0, 0.95, (1,), 0)
+    """Count a token of DECODED * GROUP rows behind prompts of so many tokens, layers not compiled."""
+    operators, counts = Operators(), list[Counter[str]]()
 
     def replay(step: Callable[[], None]) -> None:
         operators.counts = Counter()
@@ -207,10 +207,39 @@ def count_token(prompt: int, layers: int) -> Counter[str]:
         counts.append(operators.counts)
         operators.counts = None
 
-    with torch.no_grad(), operators, mock.patch.object(decoding, "capture") as capture:
-        capture.side_effect = lambda step, pool: (functools.partial(replay, step), pool)
-        decoding.Decoder(model.to_empty(device="cpu"), captured=True)(ids, torch.ones_like(ids), uniforms, sampling)
+    with operators:
+        decode(model_of(layers, MODELS[MODEL].vocab_size), prompt, replay)
     return counts[0]
+
+
+def count_compiled(prompt: int) -> Counter[str]:
+    """Count a layer of such a token in its graph; `RuntimeError` where it does not compile."""
+    model, counts = model_of(2, 256), dict[str, Counter[str]]()
+    inner = functools.partial(counting, counts)
+    kind = CompiledKind(model.model.layers, functools.partial(compile_fx.compile_fx, inner_compile=inner))
+    torch._foreach_zero_([*model.parameters(), *model.buffers()])
+    decode(model, prompt, lambda step: step())
+    if not kind.decodes:
+        raise RuntimeError(f"the layers of {MODEL} do not decode compiled")
+    return counts[PASSES[2]]
+
+
+def model_of(layers: int, vocabulary: int) -> Any:
+    """Make a model of so many layers, whose numbers may be any."""
+    config = copy.deepcopy(MODELS[MODEL])
+    config.num_hidden_layers, config.vocab_size, config.layer_types = layers, vocabulary, config.layer_types[:layers]
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    return model.to_empty(device="cpu").requires_grad_(False)
+
+
+def decode(model: Any, prompt: int, replay: Callable[[Callable[[], None]], None]) -> None:
+    """Decode two tokens of DECODED * GROUP rows; the second is a step that is given to `replay`."""
+    ids = torch.arange(DECODED).repeat_interleave(GROUP)[:, None].expand(-1, prompt)
+    uniforms, sampling = torch.full((len(ids), 2), 0.5).double(), decoding.Sampling(False, 1.0, 0.95, (1,), 0)
+    with torch.no_grad(), mock.patch.object(decoding, "capture") as capture:
+        capture.side_effect = lambda step, pool: (functools.partial(replay, step), pool)
+        decoding.Decoder(model, captured=True)(ids, torch.ones_like(ids), uniforms, sampling)
 
 
 def page(counts: dict[str, Counter[str]]) -> str:
@@ -226,10 +255,12 @@ def main(argv: list[str]) -> int:
     """Print the table; returns the exit status."""
     ArgumentParser(prog="python -m benchmarks launches", description=__doc__).parse_args(argv)
     print(page(count_layer()))
-    kinds, rows, more = ("products", "attention", "others"), list[list[str]](), MODELS[MODEL].num_hidden_layers - 1
+    kinds, rows, layers = ("products", "attention", "others"), list[list[str]](), MODELS[MODEL].num_hidden_layers
     for prompt in PROMPTS:
-        one, two = (count_token(prompt, layers) for layers in (1, 2))
-        number = {name: n + more * (two[name] - n) for name, n in one.items()}
+        one, two, compiled = count_token(prompt, 1), count_token(prompt, 2), count_compiled(prompt)
+        layer = {name: two[name] - one[name] for name in one} | {kind: compiled[kind] for kind in kinds[:2]}
+        layer |= {"others": compiled["fused"], "bytes of others": compiled["moved"]}
+        number = {name: 2 * n - two[name] + layers * layer[name] for name, n in one.items()}
         launches = [number[kind] for kind in kinds]
         moved = [f"{number[f'bytes of {kind}'] / 1e6:.0f}" for kind in kinds]
         rows.append([f"decode, prompts of {prompt}", *map(str, [sum(launches), *launches]), *moved])

@@ -23,7 +23,7 @@ _EXACT = 1e-4
 
 
 def compile_layers(model: nn.Module, *, backend: Any = "inductor") -> list[str]:
-    """Compile the decoder layers of a model, for packed forwards and their backward; call it once, before training.
+    """Compile a model's decoder layers, for packed forwards, their backward, and steps that decode; call it once.
 
     A model that `fully_shard` cuts into pieces is compiled before that, while each process still has it whole.
 

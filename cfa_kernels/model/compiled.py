@@ -1,10 +1,10 @@
 """Run decoder layers compiled inside packed forwards: one graph serves all layers of a kind, whatever the pack.
 
-A model's own forward, its decoding and the self-check run the layers as they are.
+Another graph makes a token of several rows. A model's own forward and the self-check run the layers as they are.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -17,8 +17,10 @@ import torch._dynamo.config
 import torch.fx.experimental._config
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from transformers.cache_utils import Cache
 
 from .attention import RUNNING, TracedMask, TreeMask
+from .decode_attention import StepLayer
 from .modes import exchanged
 from .walk import ModelWalk, own_forward
 
@@ -29,20 +31,24 @@ EAGER: ContextVar[bool] = ContextVar("cfa_eager_layers", default=False)
 
 
 class CompiledKind:
-    """Layers that share one compiled function."""
+    """Layers that share one compiled function, and another one for a token of several rows."""
 
     def __init__(self, layers: Iterable[nn.Module], backend: Any) -> None:
         first, *_ = layers = list(layers)
         self.obstacle: str | None = None  # why they run as they are
-        self.name = type(first).__name__
+        self.decodes = True  # unless they do not compile so
+        self.name, self._backend = type(first).__name__, backend
         inner = _without_checkpointing(type(first).forward)
 
-        def step(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return inner(layer, *args, **kwargs)
+        def compiled(use: str) -> Any:
+            def step(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                return inner(layer, *args, **kwargs)
 
-        # torch limits the graphs of a code object, so each kind gets its own.
-        step.__code__ = step.__code__.replace(co_name=f"{self.name}_{id(self)}")
-        self._step = torch.compile(step, backend=backend, fullgraph=True)
+            # torch limits the graphs of a code object, so each kind gets its own.
+            step.__code__ = step.__code__.replace(co_name=f"{self.name}_{use}_{id(self)}")
+            return torch.compile(step, backend=backend, fullgraph=True)
+
+        self._step, self._token = compiled("rows"), compiled("token")
         each = {id(layer): [*layer.modules()][1:] for layer in layers}  # its own, of FSDP2 say, run around it
         self._hooks = {i: [h for m in own for h in (m._forward_hooks, m._forward_pre_hooks)] for i, own in each.items()}
         # What is traced is the models' own formula, which a compiler fuses; Liger's kernels cannot be. A kind keeps no
@@ -76,12 +82,11 @@ class CompiledKind:
         hidden, *others = args
         if torch.is_grad_enabled() and not hidden.requires_grad and any(p.requires_grad for p in layer.parameters()):
             args = hidden.detach().requires_grad_(), *others  # the first layer runs by the graph of the others
-        _mark_rows((args, kwargs), hidden.shape[1])
+        _mark_rows((args, kwargs), 1, hidden.shape[1])
         try:
             out = self._step(layer, args, {**kwargs, "attention_mask": mask})
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            first, _, more = str(error).strip().partition("\n")
-            self.stop(f"{type(error).__name__}: {first} {more.strip().partition(chr(10))[0]}")
+            self.stop(_summary(error))
             return type(layer).forward(layer, *args, **kwargs)
         if continued is not None:
             continued.next_call(attention)
@@ -90,14 +95,44 @@ class CompiledKind:
             store.write(attention, *mask.kept)
         return out
 
+    def run_token(self, cache: StepLayer, layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run a layer of this kind for a token of each row (R, 1, H); `cache` has the layer's keys and values."""
+        forward, rows = type(layer).forward, len(hidden)
+        if not self.decodes or rows == 1 or any(self._hooks[id(layer)]):
+            return forward(layer, hidden, *args, **kwargs)
+        _mark_rows((hidden, args, kwargs), 0, rows)
+        parts = kwargs.get("attention_mask"), *cache.seen, *(cache.shared or ())
+        for part, dims in zip(parts, ((0, 3), *[(0, 2)] * 4, (0, 3), (0, 1), (0,)), strict=False):
+            if part is not None:
+                torch._dynamo.maybe_mark_dynamic(part, dims)
+        try:
+            own = {name: cache if isinstance(value, Cache) else value for name, value in kwargs.items()}
+            return self._token(layer, (hidden, *args), own)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            self.decodes = False
+            _LOG.warning("layers of %s decode as they are, not compiled: %s", self.name, _summary(error))
+            return forward(layer, hidden, *args, **kwargs)
+
 
 _KINDS: WeakKeyDictionary[nn.Module, CompiledKind] = WeakKeyDictionary()
+
+
+def _summary(error: Exception) -> str:
+    first, _, more = str(error).strip().partition("\n")
+    return f"{type(error).__name__}: {first} {more.strip().partition(chr(10))[0]}"
 
 
 def to_compile(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, CompiledKind, object]]:
     """List those of `layers` that run compiled, with their kinds and with what has their `forward`."""
     some = [] if EAGER.get() else [(layer, _KINDS.get(layer), _has_forward(layer)) for layer in layers]
     return [(layer, kind, owner) for layer, kind, owner in some if owner and kind and not kind.obstacle]
+
+
+def compile_copies(copies: Iterable[nn.Module], layers: Iterable[nn.Module]) -> None:
+    """Compile copies of layers, too, where these run compiled and the copies do not yet."""
+    kinds = [(copy, _KINDS.get(layer)) for copy, layer in zip(copies, layers, strict=True) if copy not in _KINDS]
+    for kind in {kind for _, kind in kinds if kind and not kind.obstacle}:
+        CompiledKind([copy for copy, own in kinds if own is kind], kind._backend)
 
 
 def _has_forward(layer: nn.Module) -> object:
@@ -108,8 +143,10 @@ def _has_forward(layer: nn.Module) -> object:
 
 
 @contextmanager
-def compiled_layers(some: Sequence[tuple[nn.Module, CompiledKind, object]]) -> Iterator[None]:
-    """Run what `to_compile` has listed compiled inside."""
+def compiled_layers(
+    some: Sequence[tuple[nn.Module, CompiledKind, object]], caches: Mapping[nn.Module, StepLayer] | None = None
+) -> Iterator[None]:
+    """Run what `to_compile` has listed compiled inside: packed forwards, or steps of a token by layers' `caches`."""
     if not some:
         yield
         return
@@ -118,7 +155,8 @@ def compiled_layers(some: Sequence[tuple[nn.Module, CompiledKind, object]]) -> I
     apart = torch.fx.experimental._config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
     constant = torch._dynamo.config.patch(specialize_float=True, optimize_ddp=False)
     own = ((m, {"forward": MethodType(type(m).forward, m)}) for each, kind, _ in some for m in kind.liger[id(each)])
-    ours = ((owner, {"forward": partial(kind.run, layer)}) for layer, kind, owner in some)
+    runs = [kind.run if caches is None else partial(kind.run_token, caches[layer]) for layer, kind, _ in some]
+    ours = ((one[2], {"forward": partial(run, one[0])}) for one, run in zip(some, runs, strict=True))
     with apart, constant, exchanged((*own, *ours)):
         yield
 
@@ -144,11 +182,11 @@ def _without_checkpointing(forward: Any) -> Any:
     return forward
 
 
-def _mark_rows(inputs: Any, rows: int) -> None:
+def _mark_rows(inputs: Any, dim: int, rows: int) -> None:
     """Say which sizes differ from pack to pack; all others, of adapters say, are constants of a graph."""
     if isinstance(inputs, torch.Tensor):
-        if inputs.dim() > 1 and inputs.shape[1] == rows and not hasattr(inputs, "_dynamo_weak_dynamic_indices"):
-            torch._dynamo.maybe_mark_dynamic(inputs, 1)
+        if inputs.dim() > 1 and inputs.shape[dim] == rows and not hasattr(inputs, "_dynamo_weak_dynamic_indices"):
+            torch._dynamo.maybe_mark_dynamic(inputs, dim)
     elif isinstance(inputs, (tuple, list, dict)):
         for one in inputs.values() if isinstance(inputs, dict) else inputs:
-            _mark_rows(one, rows)
+            _mark_rows(one, dim, rows)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer, StaticLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -25,30 +25,57 @@ _LEFT_TO_SDPA = "softcap", "s_aux", "position_bias", "cache"  # arguments
 
 
 class SharedKeys(NamedTuple):
-    """Keys and values that R rows share by G groups of at most M rows, before those of their own."""
+    """Keys and values of a layer that R rows share by G groups of at most M rows, before those of their own."""
 
-    layers: dict[tuple[int, int], tuple[Tensor, Tensor]]  # (G, Hkv, P, D), (G, Hkv, P, Dv), by `addresses`
+    keys: Tensor  # (G, Hkv, P, D)
+    values: Tensor  # (G, Hkv, P, Dv)
     bias: Tensor  # (G, 1, 1, P) summands of scores, -inf for padding
     members: Tensor  # (G, M) int64, rows of each group, any where it has fewer
     slots: Tensor  # (R,) int64, where each row is among the members
-    read: set[tuple[int, int]]  # takes the layers that have attended to it
+
+
+class StepLayer(StaticLayer):
+    """Keys and values of a layer in steps of one token, which see their first rows and places."""
+
+    keys: Tensor
+    values: Tensor
+    seen: tuple[Tensor, Tensor]  # (R, Hkv, L, D), (R, Hkv, L, Dv)
+    shared: SharedKeys | None
+    shared_is_read: bool
+
+    def __init__(self, keys: Tensor, values: Tensor, place: Tensor) -> None:
+        super().__init__(max_cache_len=keys.shape[2])
+        self.keys, self.values, self.cumulative_length, self.is_initialized = keys, values, place, True
+
+    def begin(self, rows: int, live: int, shared: SharedKeys | None) -> None:
+        """Begin a step that sees so many rows and places, and what rows share."""
+        # No views: a graph would depend on where in its storage a tensor begins.
+        self.seen = self.keys[:rows, :, :live].data, self.values[:rows, :, :live].data
+        self.shared, self.shared_is_read = shared, False
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Write a token's keys and values; its attention comes next."""
+        _STEP.layer = self
+        keys, values = self.seen
+        keys.index_copy_(2, self.cumulative_length, key_states)
+        values.index_copy_(2, self.cumulative_length, value_states)
+        return keys, values
+
+    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+        """Return the places that a mask is for, and the first of them."""
+        return self.seen[0].shape[2], 0
 
 
 class _Step:
-    shared: SharedKeys | None = None
+    layer: StepLayer | None = None  # that has taken a token's keys
 
 
 _STEP = _Step()  # no context variable: a compiler reads through it
 
 
-def attending_to(shared: SharedKeys | None) -> AbstractContextManager[None]:
-    """Attend, in steps of one token, to `shared` in addition to the keys of the cache."""
-    return attributes_set([(_STEP, "shared", shared)])
-
-
-def addresses(keys: Tensor, values: Tensor) -> tuple[int, int]:
-    """Name a layer's cache by its place, as layers may attend to something else than their cache."""
-    return keys.data_ptr(), values.data_ptr()
+def a_step() -> AbstractContextManager[None]:
+    """Forget, at the end, which layer came last."""
+    return attributes_set([(_STEP, "layer", None)])
 
 
 class CannotShare(NotImplementedError):
@@ -87,21 +114,24 @@ def _attention(
     """Attend from q (B, H, 1, D) to k, v (B, Hkv, L, D or Dv) -> (B, 1, H, Dv); sdpa does what this cannot."""
     by_head = attention_mask is not None and attention_mask.shape[1] > 1
     left = [name for name in _LEFT_TO_SDPA if options.get(name) is not None] + ["a mask by head"] * by_head
-    shared = _STEP.shared if query.shape[2] == 1 else None
-    common = shared and shared.layers.get(addresses(key, value))
-    if shared and (left or not common or not _serves(query, key, value)):
-        left += ["types or sizes that sdpa has no kernel for" if common else "other keys or values than its cache's"]
-        raise CannotShare(f"{type(module).__name__} uses {left[0]}")
+    layer = _STEP.layer if query.shape[2] == 1 else None
+    shared = None if layer is None else layer.shared
+    if layer is not None and shared is not None:
+        own = key is layer.seen[0] and value is layer.seen[1]
+        left += [] if own else ["other keys or values than its cache's"]
+        left += [] if _serves(query, key, value) else ["types or sizes that sdpa has no kernel for"]
+        if left:
+            raise CannotShare(f"{type(module).__name__} uses {left[0]}")
+        layer.shared_is_read = True
     if query.shape[2] > 1 or left:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     rows = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # the query heads of one key head, side by side
     scale, dropout = options.get("scaling"), options.get("dropout", 0.0)
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         attention_mask = attention_mask.to(query.dtype)  # autocast leaves the embeddings' dtype behind
-    if shared and common:
-        shared.read.add(addresses(key, value))
+    if shared is not None:
         try:
-            out = _merged(rows, (key, value), common, attention_mask, shared, scale)
+            out = _merged(rows, (key, value), attention_mask, shared, scale)
         except RuntimeError as problem:
             if is_out_of_memory(problem):
                 raise
@@ -112,16 +142,15 @@ def _attention(
 
 
 def _merged(
-    rows: Tensor, own: tuple[Tensor, Tensor], common: tuple[Tensor, Tensor], bias: Tensor | None, shared: SharedKeys,
-    scale: float | None,
-) -> Tensor:  # fmt: skip
+    rows: Tensor, own: tuple[Tensor, Tensor], bias: Tensor | None, shared: SharedKeys, scale: float | None
+) -> Tensor:
     """Attend from rows (R, Hkv, H / Hkv, D) to their own keys and to those that groups of them share."""
 
     def by_row(x: Tensor) -> Tensor:
         return x.unflatten(2, (shared.members.shape[1], -1)).transpose(1, 2).flatten(0, 1)[shared.slots]
 
     together = rows[shared.members].transpose(1, 2).flatten(2, 3)  # (G, Hkv, M * H / Hkv, D)
-    there, there_sum = _with_logsumexp(together, *common, shared.bias, scale)
+    there, there_sum = _with_logsumexp(together, shared.keys, shared.values, shared.bias, scale)
     apart, apart_sum = _with_logsumexp(rows, *own, bias, scale)
     share = torch.sigmoid(apart_sum - by_row(there_sum)).unsqueeze(-1)
     return by_row(there).lerp(apart, share.to(apart.dtype))

@@ -21,7 +21,7 @@ from .state import TensorMarks, adapters, steps_taken
 from .walk import ModelWalk
 
 _FULL = (torch.float32, torch.float64)
-_ONE_INPUT = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
+ONE_INPUT = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 """Names of layers of one parent that are called with one and the same tensor, and a name for them together."""
 _HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _FORM = attrgetter("dtype", "device")
@@ -75,7 +75,7 @@ class _Groups:
             if layer in plain:
                 (parent, _, own), modules = name.rpartition("."), plain[layer]
                 kind = (
-                    parent, _ONE_INPUT.get(own, own), modules.scale, modules.down.weight.shape,
+                    parent, ONE_INPUT.get(own, own), modules.scale, modules.down.weight.shape,
                     modules.down.weight.dtype, modules.base.weight.dtype,
                 )  # fmt: skip
                 groups.setdefault(kind, _Group(modules.scale)).add(layer, modules)
@@ -113,7 +113,8 @@ class _Groups:
         return [*map(_FORM, map(itemgetter("weight"), self._weights))]
 
 
-def _run_member(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def run_member(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Run a layer as a member of its group, in place of its `forward`."""
     group, place = layer.cfa_member
     return group.run(layer, place, x, *args, **kwargs)  # type: ignore[no-any-return]
 
@@ -131,7 +132,7 @@ class _Group:
 
     def add(self, layer: nn.Module, modules: _Layer) -> None:
         # One function for all, and numbers instead of modules: so a graph of one decoder layer fits the next.
-        member = {"forward": MethodType(_run_member, layer), "cfa_member": (self, len(self.layers))}
+        member = {"forward": MethodType(run_member, layer), "cfa_member": (self, len(self.layers))}
         self.attributes.append((layer, member))
         self.layers.append(layer)
         self.members.append(modules)
@@ -170,7 +171,7 @@ def _plain(layer: Any) -> _Layer | None:
     if layer.disable_adapters or layer.merged or len(names) != 1 or names[0] in layer.lora_variant:
         return None
     down, up, dropout = (each._modules[names[0]] for each in (layer.lora_A, layer.lora_B, layer.lora_dropout))
-    if not type(base) is type(down) is type(up) is nn.Linear or any(map(_is_watched, (base, down, up, dropout))):
+    if not type(base) is type(down) is type(up) is nn.Linear or any(map(is_watched, (base, down, up, dropout))):
         return None
     if down.bias is not None or up.bias is not None or down.weight.dtype != up.weight.dtype:
         return None
@@ -196,5 +197,6 @@ def is_on_gpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
-def _is_watched(module: nn.Module) -> bool:
+def is_watched(module: nn.Module) -> bool:
+    """Whether a module has hooks, or a `forward` of its own."""
     return any(_HOOKS(vars(module))) or "forward" in vars(module)

@@ -107,4 +107,4 @@ def _obstacle(weight: Tensor, owners: Counter[int]) -> str | None:
 
 
 def _place(weight: Tensor) -> int:
-    return weight.untyped_storage().data_ptr() if type(weight.data) is Tensor and not weight.is_meta else id(weight)
+    return weight.data_ptr() if type(weight.data) is Tensor and not weight.is_meta else id(weight)

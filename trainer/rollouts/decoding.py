@@ -17,22 +17,27 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache
 
 from cfa_kernels import KeptTokens
+from cfa_kernels.model.compiled import compiled_layers, to_compile
 from cfa_kernels.model.decode_attention import (
     CannotShare,
-    attending_to,
+    StepLayer,
+    a_step,
     cache_argument,
     decoding_attention,
     sharing_obstacle,
 )
+from cfa_kernels.model.parts import backbone
+from cfa_kernels.model.side_by_side import Projections
 from cfa_kernels.ops.upload import upload
 
 from .prompts import APART, KeysValues, SharedPrompts, choose_sharing, common_beginning, feed
 from .sampling import CANDIDATES, KeptRecord, draw
 
 LOOK = 16  # tokens between two looks at a GPU's results, or for a stop string
+_WIDER = {CANDIDATES: 4096, 4096: sys.maxsize}  # candidates that follow those which do not hold a nucleus
 _LENGTHS = 64  # of prompts, caches and what a graph reads of them are a multiple of it, so that shapes repeat
 _FEWEST_ROWS = 8  # of a graph; others are powers of two
 _LOG = logging.getLogger(__name__)
@@ -65,36 +70,12 @@ class _State(NamedTuple):
     tokens: Tensor  # (R, L) int64
     logprobs: Tensor  # (R, L) fp32, nan where logits were not finite
     uniforms: Tensor  # (R, L) float64
-    kept: Tensor  # (R, LOOK, 2, CANDIDATES) int32, `TokenDraw.kept` of the last places, by remainder of LOOK
     place: Tensor  # (1,) int64, of the last token
     missed: Tensor  # (1,) bool, whether a nucleus was larger than the candidates
 
 
-_BY_ROW = 9  # fields
-_DTYPES = (
-    *[torch.int64] * 4, torch.bool, torch.int64, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool,
-)  # fmt: skip
-
-
-class _Layer(StaticLayer):
-    """Keys and values of a layer, of which a step sees the first `rows` and `live` places."""
-
-    rows = live = 0
-    keys: Tensor
-    values: Tensor
-
-    def __init__(self, keys: Tensor, values: Tensor, place: Tensor) -> None:
-        super().__init__(max_cache_len=keys.shape[2])
-        self.keys, self.values, self.cumulative_length, self.is_initialized = keys, values, place, True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        keys, values = self.keys[: self.rows], self.values[: self.rows]
-        keys.index_copy_(2, self.cumulative_length, key_states)
-        values.index_copy_(2, self.cumulative_length, value_states)
-        return keys[:, :, : self.live], values[:, :, : self.live]
-
-    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
-        return self.live, 0
+_BY_ROW = 8  # fields
+_DTYPES = *[torch.int64] * 4, torch.bool, torch.int64, torch.float32, torch.float64, torch.int64, torch.bool
 
 
 class Decoder:
@@ -107,11 +88,13 @@ class Decoder:
         on_cpu = next(model.parameters()).device.type == "cpu"
         self._multiple = 1 if on_cpu and not captured else _LENGTHS
         self._state: _State | None = None
-        self._layers: list[_Layer] = []
+        self._layers: list[StepLayer] = []
+        self.projections = Projections(model)
         self._graphs: dict[tuple[Any, ...], Callable[[], None]] = {}
         self._pool, self._addresses = None, list[int]()
         self._shares, self._shared = True, SharedPrompts(self._multiple)
-        self._wide: Tensor | None = None  # (R, 1, 2, C) `TokenDraw.kept` of the last step, if too many for the state
+        # `TokenDraw.kept` of C candidates: (R, LOOK, 2, C) of places by remainder of LOOK; (R, 1, 2, C) of one token.
+        self._kept, self._looked_at = dict[int | None, Tensor](), torch.zeros(0)
 
     def __call__(
         self, ids: Tensor, mask: Tensor, uniforms: Tensor, sampling: Sampling
@@ -160,7 +143,10 @@ class Decoder:
         state.uniforms[:, width : width + length] = uniforms
         del fed, parts, rest
         record = KeptRecord()
-        made = self._decode(state, width, length, sampling, record)
+        blocks = getattr(backbone(self._model), "layers", ()) if self._captured else ()
+        caches = dict(zip(blocks, self._layers, strict=False))
+        with self.projections.together(), compiled_layers(to_compile(caches), caches):
+            made = self._decode(state, width, length, sampling, record)
         drawn = slice(width, width + made)
         return state.tokens[:count, drawn], state.logprobs[:count, drawn], record.rows(count, made)
 
@@ -178,38 +164,37 @@ class Decoder:
             self._graphs, self._pool = {}, None
         self._addresses = addresses
         if self._state is None or grows:
-            self._state, self._layers = None, []  # freed before the next are made
+            self._state, self._layers, self._kept = None, [], {}  # freed before the next are made
             longest = 0 if self._shared.shape[1] else self._longest
             most, self._places = max(rows, old), -(-max(places, longest, self._places) // _LENGTHS) * _LENGTHS
-            sizes = [(most, 1)] * 5 + [(most, self._places)] * 3 + [(most, LOOK, 2, CANDIDATES)] + [(1,)] * 2
+            sizes = [(most, 1)] * 5 + [(most, self._places)] * 3 + [(1,)] * 2
             new = functools.partial(torch.zeros, device=fed[0][0].device)
             self._state = _State(*(new(size, dtype=dtype) for size, dtype in zip(sizes, _DTYPES, strict=True)))
-            for pair in fed:
-                keys, values = (x.new_zeros(most, x.shape[1], self._places, x.shape[3]) for x in pair)
-                self._layers.append(_Layer(keys, values, self._state.place))
+            for pair in fed:  # and a place that is never seen, as contiguous keys would be a graph of their own
+                keys, values = (x.new_zeros(most, x.shape[1], self._places + 1, x.shape[3]) for x in pair)
+                self._layers.append(StepLayer(keys, values, self._state.place))
         return _State(*(part[:rows] for part in self._state))
 
     def _decode(self, state: _State, width: int, length: int, sampling: Sampling, record: KeptRecord) -> int:
         """Decode from place `width` on until all rows have ended, or `length` tokens; give the number of tokens."""
         deferred = self._captured or state.token.device.type == "cuda"  # a look at results is a wait
-        made, wide_until, candidates = 0, 0, CANDIDATES if deferred else None
+        made, candidates = 0, CANDIDATES if deferred else None
         whole, order = state, torch.arange(len(state.token), device=state.token.device)
         while made < length:
-            # Nuclei of more ids than the state has places for are looked at after every token.
-            steps = LOOK if deferred and (candidates == CANDIDATES or not sampling.cuts) else 1
+            steps = LOOK if deferred and candidates != sys.maxsize else 1
+            if sampling.cuts and candidates in _WIDER and candidates not in self._kept:
+                size = len(self._layers[0].keys), LOOK, 2, candidates
+                self._kept[candidates] = torch.full(size, -1, dtype=torch.int32, device=order.device)
             times, before = min(steps, length - made), (state.token.clone(), state.ended.clone())
             state.place.fill_(width + made)
             state.missed.fill_(False)
-            self._wide = None
             live = width + made + times
             live = min(-(-live // self._multiple) * self._multiple, self._places)
             self._run(times, state, live, sampling, candidates)
-            flags, kept = self._look(state, order, slice(width + made, width + made + times), sampling)
-            *ended, missed = flags
-            if missed:
-                wide_until = made + LOOK
-            if missed and candidates == CANDIDATES:  # the same draws once more, among all tokens
-                candidates = sys.maxsize
+            where = slice(width + made, width + made + times)
+            (*ended, missed), kept = self._look(state, order, where, self._kept.get(candidates), sampling)
+            if missed and candidates in _WIDER:  # the same draws once more, among more tokens
+                candidates = _WIDER[candidates]
                 state.token.copy_(before[0])
                 state.ended.copy_(before[1])
                 continue
@@ -221,7 +206,6 @@ class Decoder:
                 ended = state.ended.view(-1).tolist()
             if all(ended):
                 break
-            candidates = candidates and (sys.maxsize if made < wide_until else CANDIDATES)
             if 4 * (rows := self._rows_for(ended.count(False))) <= 3 * len(ended):
                 state = self._without_ended(state, order[: len(ended)], rows, width + made)
         for part in (whole.tokens, whole.logprobs):
@@ -229,16 +213,17 @@ class Decoder:
         return made
 
     def _look(
-        self, state: _State, order: Tensor, places: slice, sampling: Sampling
+        self, state: _State, order: Tensor, places: slice, kept: Tensor | None, sampling: Sampling
     ) -> tuple[list[int], tuple[np.ndarray, np.ndarray] | None]:
         """Bring `ended` and `missed` to the host, and, of a nucleus, rows (R,) and `kept` (R, t, 2, C); by one wait."""
         rows, flags = len(state.token), [state.ended.view(-1), state.missed]
         if not sampling.cuts:
             return torch.cat(flags).tolist(), None
-        kept = self._wide
         if kept is None:
-            kept = state.kept[:, torch.arange(places.start, places.stop, device=order.device) % LOOK]
-        elif kept.is_cuda:  # most of it is empty
+            kept = self._looked_at
+        else:
+            kept = kept[:rows, torch.arange(places.start, places.stop, device=order.device) % LOOK]
+        if kept.shape[3] > CANDIDATES and kept.is_cuda:  # most of it is empty
             order_of = kept[:, :, :1].argsort(-1, descending=True)[..., : int((kept[:, :, 0] >= 0).sum(-1).max())]
             kept = kept.gather(-1, order_of.expand(-1, -1, 2, -1))
         host = torch.cat([*flags, order[:rows], kept.flatten()]).cpu().numpy()
@@ -271,23 +256,23 @@ class Decoder:
             self._graphs.get(key, step)()
 
     def _step(self, state: _State, live: int, sampling: Sampling, candidates: int | None) -> None:
-        for layer in self._layers:
-            layer.rows, layer.live = len(state.token), live
+        for layer, shared in zip(self._layers, self._shared.by_layer(), strict=False):
+            layer.begin(len(state.token), live, shared)
         seen, cache = torch.arange(live, device=state.place.device) >= state.padding, Cache(layers=[*self._layers])
-        at, shared = state.place - state.padding + state.before, self._shared.keys(self._layers)
+        at = state.place - state.padding + state.before
         options = {"position_ids": at, self._cache: cache, "use_cache": True}
-        with attending_to(shared):
-            scores = self._model(input_ids=state.token, attention_mask=seen, **options).logits[:, -1].float()
-        if shared and len(shared.read) < len(self._layers):
+        with a_step():
+            scores = self._model(input_ids=state.token, attention_mask=seen, **options).logits[:, -1]
+        if not all(layer.shared is None or layer.shared_is_read for layer in self._layers):
             raise CannotShare(f"a layer of {type(self._model).__name__} attends by other functions than transformers'")
         uniforms = None if sampling.greedy else state.uniforms.index_select(1, state.place)
-        token, logprobs, narrow, kept = draw(scores, uniforms, sampling.temperature, sampling.top_p, candidates)
-        if kept is not None and (more := CANDIDATES - kept.shape[2]) >= 0:
-            kept = nn.functional.pad(kept, (0, more), value=-1)
-            state.kept.index_copy_(1, state.place % LOOK, kept[:, None])
-        elif kept is not None:  # in steps that are looked at one by one
-            self._wide = kept[:, None]
-        state.missed.logical_or_((~narrow & ~state.ended).any())
+        token, logprobs, held, kept = draw(scores, uniforms, sampling.temperature, sampling.top_p, candidates)
+        if kept is not None and candidates in self._kept:
+            store = self._kept[candidates][: len(kept), :, :, : kept.shape[2]]
+            store.index_copy_(1, state.place % LOOK, kept[:, None])
+        elif kept is not None:
+            self._looked_at = kept[:, None]
+        state.missed.logical_or_((~held & ~state.ended).any())
         state.token.copy_(token)  # behind an end, too, where nothing counts
         state.tokens.index_copy_(1, state.place, token)
         state.logprobs.index_copy_(1, state.place, logprobs)

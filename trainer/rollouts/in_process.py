@@ -11,10 +11,11 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from cfa_kernels import KeptTokens
+from cfa_kernels.model.compiled import compile_copies
 from cfa_kernels.model.head import decoding_head
 from cfa_kernels.model.merged import CannotMerge, merged_adapters
 from cfa_kernels.model.modes import evaluation_mode
-from cfa_kernels.model.parts import causal_lm
+from cfa_kernels.model.parts import backbone, causal_lm
 from cfa_kernels.model.walk import ModelWalk
 
 from ..precision import frozen_copy
@@ -51,8 +52,9 @@ class TransformersEngine(Engine):
         causal, on_gpu = causal_lm(model), next(model.parameters()).device.type == "cuda"
         captured = on_gpu if captured is None else captured
         obstacle = decoding_obstacle(causal)
-        own = functools.partial(by_transformers, causal)
-        self._decode: Decode = own if obstacle else Decoder(causal, captured=captured, longest=longest)
+        decoder = None if obstacle else Decoder(causal, captured=captured, longest=longest)
+        self._decode: Decode = decoder or functools.partial(by_transformers, causal)
+        self.notes += decoder.projections.notes if decoder else []
         if (captured and obstacle) or (on_gpu and not captured):
             reason = obstacle or "CUDA graphs do not follow weights that move"
             self.notes.append(f"decoding is not captured, every layer of a step is launched: {reason}")
@@ -67,6 +69,7 @@ class TransformersEngine(Engine):
             with torch.no_grad():
                 for rounded, weight in zip(self._model.parameters(), self._policy.parameters(), strict=True):
                     rounded.copy_(weight)
+            compile_copies(*(getattr(backbone(causal_lm(m)), "layers", ()) for m in (self._model, self._policy)))
         tokenizer, ends = self._tokenizer, end_ids(self._model, self._tokenizer)
         stopped = self._stopped if self._stop else None
         sampling = Sampling(keys is None, temperature, top_p, tuple(ends), tokenizer.pad_token_id, stopped)

@@ -1,6 +1,6 @@
 """Feed prompts to a model for their keys and values, and keep those once that several rows of a batch begin with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from cfa_kernels.model.compiled import EAGER
-from cfa_kernels.model.decode_attention import SharedKeys, addresses, cache_argument
+from cfa_kernels.model.decode_attention import SharedKeys, cache_argument
 from cfa_kernels.model.modes import value_of
 from cfa_kernels.model.tree_forward import packed_hidden, tree_attention_mode
 from cfa_kernels.model.walk import ModelWalk
@@ -131,24 +131,18 @@ class SharedPrompts:
         self._members[slots] = order
 
     def shrink(self, of_row: Tensor, *, stays: bool) -> None:
-        """Take the group (R,) of fewer rows, and change it: groups without rows leave unless all `stays` in place."""
+        """Take the group (R,) of fewer rows, with places for as many as the largest group has unless all `stays`."""
         _, groups, members, _ = self.shape
-        if not stays and groups:
-            left, own = of_row.unique(return_inverse=True)
-            of_row.copy_(own)
-            for store in (self._bias[:, None, None], *(store for stores in self._layers for store in stores)):
-                by_group = self._by_group(store)
-                by_group[: len(left)] = by_group[left]
-            groups, members = len(left), int(own.bincount().max())
-        self._arrange(of_row, groups, members)
+        self._arrange(of_row, groups, members if stays or not groups else int(of_row.bincount().max()))
 
-    def keys(self, own: Sequence[Any]) -> SharedKeys | None:
-        """Give what rows attend to in addition to their `own` caches of each layer; None if nothing is shared."""
+    def by_layer(self) -> Iterator[SharedKeys | None]:
+        """Yield what rows attend to in addition to the cache of each layer; None without end if nothing is shared."""
         rows, groups, members, places = self.shape
         if not groups:
-            return None
-        parts = [(self._by_group(keys), self._by_group(values)) for keys, values in self._layers]
-        layers = {addresses(one.keys, one.values): pair for one, pair in zip(own, parts, strict=True)}
+            while True:
+                yield None
         of_group = self._members[: groups * members].view(groups, members)
         bias = self._bias[: groups * places].view(groups, 1, 1, places)
-        return SharedKeys(layers, bias, of_group, self._slots[:rows], set())
+        for stores in self._layers:
+            parts = *map(self._by_group, stores), bias, of_group, self._slots[:rows]
+            yield SharedKeys(*(part.data for part in parts))  # no views, as those of `StepLayer`

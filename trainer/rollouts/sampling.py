@@ -28,7 +28,7 @@ class TokenDraw(NamedTuple):
 
     tokens: Tensor  # (B, 1) int64; any for a row with a nan
     logprobs: Tensor  # (B, 1) fp32, nats, over the nucleus; 0 if greedy, nan where the scores are not finite
-    narrow: Tensor  # (B, 1) bool: the nucleus is among the `CANDIDATES` likeliest tokens
+    held: Tensor  # (B, 1) bool: the nucleus is among so many candidates, of no use without their number
     kept: Tensor | None = None  # (B, 2, C) int32: ids of the nucleus among others of -1, and bits of fp32 log-probs
 
 
@@ -42,7 +42,7 @@ def draw(
     """
     if uniforms is None:
         largest = scores.amax(-1, keepdim=True)
-        nothing = torch.zeros_like(largest).masked_fill(~largest.isfinite(), torch.nan)
+        nothing = torch.zeros_like(largest, dtype=torch.float32).masked_fill(~largest.isfinite(), torch.nan)
         return TokenDraw(scores.argmax(-1, keepdim=True), nothing, torch.ones_like(largest, dtype=torch.bool))
     maxima, sums = block_sums(scores, temperature)
     rows = _Rows(scores, maxima, maxima.amax(-1, keepdim=True), sums, uniforms)
@@ -111,14 +111,15 @@ def _from_nucleus(rows: _Rows, temperature: float, top_p: float, size: int, *, w
     logprobs = logprobs - logprobs.logsumexp(-1, keepdim=True)  # nan where scores are not finite
     kept = torch.stack([torch.where(inside, tokens, -1).int(), logprobs.view(torch.int32)], 1)
     drawn, logprobs = (part.flip(-1).gather(1, place) for part in (tokens, logprobs))
-    if widens and not (whole := _holds(share, values, vocabulary)).all():
-        few = (~whole).nonzero()[:, 0]
+    held = _holds(share, values, vocabulary)
+    if widens and not held.all():
+        few = (~held).nonzero()[:, 0]
         part = _Rows(*(column[few] for column in rows))
         more = _from_nucleus(part, temperature, top_p, min(_WIDER * size, vocabulary), widens=True)
         assert more.kept is not None
         kept = torch.nn.functional.pad(kept, (0, more.kept.shape[2] - size), value=-1)
         drawn[few], logprobs[few], kept[few] = more.tokens, more.logprobs, more.kept
-    return TokenDraw(drawn, logprobs, _holds(share, values[:, :CANDIDATES], vocabulary), kept)
+    return TokenDraw(drawn, logprobs, held, kept)
 
 
 def _holds(share: Tensor, values: Tensor, vocabulary: int) -> Tensor:

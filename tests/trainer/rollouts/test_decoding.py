@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 
 import pytest
 import torch
@@ -132,7 +133,7 @@ def test_rows_behind_a_shared_prompt_are_those_behind_prompts_of_their_own(
     assert shapes[0][2:] == ((14, 64) if captured else (10, 20))
     left = [shape[:3] for shape in shapes]
     assert left == sorted(left, reverse=True)
-    assert left[-1] == ((8, 4, 14) if captured else (1, 1, 1))
+    assert left[-1] == ((8, 4, 14) if captured else (1, 4, 1))
     assert engine([[*prompt, 3] for prompt in prompts[:3]], **GREEDY).texts  # nothing to share
 
 
@@ -248,7 +249,7 @@ def test_the_host_waits_once_in_sixteen_tokens(captured, replays) -> None:
     expected = by_generate(model, EIGHT, **long_run(18))
     with a_device() as waits:
         engine = TransformersEngine(put_on_device(model), tokenizer(), captured=captured)
-        assert [note[:25] for note in engine.notes] == ["decoding is not captured,"] * (not captured)
+        assert [note[:25] for note in engine.notes[1:]] == ["decoding is not captured,"] * (not captured)
         for tokens in (2, 18):
             result = engine(EIGHT, **long_run(tokens))
             counts.append(len(waits.seen))
@@ -278,14 +279,18 @@ def test_rows_that_have_ended_leave_and_completions_stay_in_their_places(replays
             assert all(going <= count < max(4 / 3 * going, going + 1) for count, going in zip(rows, alive, strict=True))
 
 
-def test_nuclei_larger_than_the_candidates_are_drawn_again_from_all_tokens(replays) -> None:
+@pytest.mark.parametrize("wider", [4096, 300])
+def test_nuclei_larger_than_the_candidates_are_drawn_again_from_more_tokens(wider, replays, monkeypatch) -> None:
+    monkeypatch.setattr(decoding, "_WIDER", {CANDIDATES: wider, wider: sys.maxsize})
     model = tiny()
     model.model.norm.weight.data.mul_(0.02)
     model.generation_config.eos_token_id = [*range(0, 512, 8)]  # the first draws end rows that go on
     sampled = TransformersEngine(model, tokenizer(), captured=True)(EIGHT, **long_run(40))
     assert sampled.ids() == by_generate(model, EIGHT, **long_run(40)).ids()
     assert max(int(kept.counts.max()) for kept in sampled.kept_tokens) > CANDIDATES
-    assert [candidates for *_, candidates, _ in replays] == [256] * 15  # those of all tokens are looked at one by one
+    graphs = [candidates for *_, candidates, _ in replays]
+    assert graphs[:30] == [CANDIDATES] * 15 + [wider] * 15  # those of all tokens are looked at one by one
+    assert len(graphs) == 30 if wider == 300 else len(graphs) > 40
 
 
 def test_the_cache_and_the_graphs_stay_until_it_must_grow_or_weights_move(replays, caplog) -> None:
@@ -293,7 +298,7 @@ def test_the_cache_and_the_graphs_stay_until_it_must_grow_or_weights_move(replay
     engine = TransformersEngine(model, tokenizer(), captured=True, longest=100)
     texts = engine(PROMPTS, **SAMPLED).texts
     keys = engine._decode._layers[0].keys
-    assert keys.shape[0::2] == (8, 192)  # rows and tokens
+    assert keys.shape[0::2] == (8, 193)  # rows and tokens
     keys.fill_(torch.nan)
     assert engine(PROMPTS, **SAMPLED).texts == texts
     for prompts, length in ((PROMPTS[:1], 20), (PROMPTS, 12), ([LONG * 4], 20)):
@@ -301,7 +306,7 @@ def test_the_cache_and_the_graphs_stay_until_it_must_grow_or_weights_move(replay
     assert engine._decode._layers[0].keys is keys
     assert not caplog.messages
     engine([LONG] * 9, max_completion_length=20)
-    assert engine._decode._layers[0].keys.shape[0::2] == (16, 192)
+    assert engine._decode._layers[0].keys.shape[0::2] == (16, 193)
     model.lm_head.weight.data = model.lm_head.weight.data.clone()
     engine(PROMPTS, **SAMPLED)
     again = "CUDA graphs of decoding will be captured again: "

@@ -77,13 +77,13 @@ def test_the_same_draws_give_the_tokens_that_a_sort_in_float64_gives(kind, size)
             everywhere = draw(scores, uniforms, temperature, top_p, candidates=size)
             few = draw(scores, uniforms, temperature, top_p, candidates=CANDIDATES)
             assert torch.equal(everywhere.tokens, picked)
-            assert torch.equal(everywhere.narrow, few.narrow)
+            assert everywhere.held.all()
             if top_p < 1:
                 rows_of_both = zip(everywhere.kept[:, 0], kept[:, 0], strict=True)
                 assert all({*a.tolist(), -1} == {*b.tolist(), -1} for a, b in rows_of_both)
                 own = (logp.double() - mass.log()).gather(1, ids.clamp(min=0))[ids >= 0]
                 torch.testing.assert_close(sampled[ids >= 0].double(), own, rtol=1e-5, atol=1e-5)
-            assert torch.equal(few.tokens[few.narrow], picked[few.narrow])
+            assert torch.equal(few.tokens[few.held], picked[few.held])
     assert differ <= total / 900  # a nucleus whose edge is nearer to top_p than float32 tells apart
 
 
@@ -97,7 +97,7 @@ def test_the_kernel_gives_the_draws_of_pytorch(top_p, device, monkeypatch) -> No
     there = draw(scores.to(device), uniforms.to(device), 0.8, top_p, CANDIDATES)
     drawn = TokenDraw(*(part if part is None else part.cpu() for part in there))
     assert torch.equal(drawn.logprobs.isnan(), torch.arange(len(scores))[:, None] < 3)
-    for ours, theirs in ((drawn.tokens, expected.tokens), (drawn.narrow, expected.narrow)):
+    for ours, theirs in ((drawn.tokens, expected.tokens), (drawn.held, expected.held)):
         assert torch.equal(ours[3:], theirs[3:])
     if top_p < 1:
         assert torch.equal(drawn.kept[3:, 0], expected.kept[3:, 0])
