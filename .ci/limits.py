@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 BUDGETS = {
-    "cfa_kernels": 16_900,
-    "trainer": 4_960,
-    "trainer, its core": 3_890,
-    "benchmarks": 7_480,
-    "tests": 26_340,
+    "cfa_kernels": 17_060,
+    "trainer": 4_940,
+    "trainer, its core": 3_870,
+    "benchmarks": 7_515,
+    "tests": 26_090,
 }
 """Most lines of Python in each package; the core is what a training run without vLLM reads."""
 SUBJECT = 72

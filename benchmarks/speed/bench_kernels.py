@@ -78,7 +78,9 @@ def _gpu() -> dict[str, Make]:
 def _cpu(model: str, problems: int, mixed: bool) -> dict[str, Make]:
     single = torch.float32
     return {
-        f"attention {model}, {2 * problems} x 4": functools.partial(attention, model, single, functools.partial(gsm8k_job, 2 * problems)),
+        f"attention {model}, {2 * problems} x 4": functools.partial(
+            attention, model, single, functools.partial(gsm8k_job, 2 * problems)
+        ),
         f"attention backward {model}, {problems} x 4": functools.partial(
             backward, model, single, functools.partial(gsm8k_rollouts, problems, mixed=mixed)
         ),
