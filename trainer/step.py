@@ -55,7 +55,7 @@ from .metrics import (
     require_finite,
     reward_metrics,
 )
-from .rewards.calls import group_advantages
+from .rewards.calls import RewardError, group_advantages
 from .rollouts.engine import Rollouts
 from .state import Samples, Shaped, Step, Trainer, joined
 
@@ -92,10 +92,14 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
     for name, value in samples.logged:  # by reward functions
         logged.add({name: value})
     metrics = {
-        **logged.values(),
         **reward_metrics(samples.rewards, samples.by_function, config.num_generations),
         **length_metrics(rollouts), **losses, **credit.metrics(batch.mask), **shaped.metrics, **times.metrics(),
     }  # fmt: skip
+    if taken := sorted({"step", *metrics} & {name for name, _ in samples.logged}):
+        raise RewardError(
+            f"log_metric: {taken} are names of the run; name yours otherwise, as mine/{taken[0]}"
+        )
+    metrics = {**logged.values(), **metrics}
     if config.credit_name == NONE:
         metrics = {name: value for name, value in metrics.items() if not name.startswith(("credit/", "time/credit"))}
     notes = {b: {**shaped.notes.get(b, {}), "logged": row} for b, row in enumerate(samples.extra) if row}

@@ -7,6 +7,7 @@ import pytest
 from transformers import TrainerState
 
 from tests.support.embedded import metrics_of, run, samples_of
+from trainer.rewards.calls import RewardError
 
 
 def talkative(completions, trainer_state, log_metric, log_extra, **_):
@@ -30,6 +31,17 @@ def test_a_run_goes_on_where_all_rewards_abstain_and_holds_what_they_log(tmp_pat
         assert (entry["reward"] is None) == (place % 2 == 1)
         assert entry["advantage"] or place % 2
     assert "no reward function gave it a reward" in (folder / "report.html").read_text("utf-8")
+
+
+def renumbering(completions, log_metric, **_):
+    log_metric("step", 100.0)
+    return [0.0, 1.0] * (len(completions) // 2)
+
+
+@pytest.mark.slow
+def test_a_reward_cannot_log_under_a_name_of_the_run(tmp_path) -> None:
+    with pytest.raises(RewardError, match=r"\['step'\]"):
+        run(tmp_path / "run", f"--reward_funcs={__name__}:renumbering", "--max_steps=1")
 
 
 def silent(completions, log_metric, log_extra, **_):
