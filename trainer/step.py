@@ -96,9 +96,7 @@ def training_step(trainer: Trainer, step: int, problems: Sequence[int]) -> Step:
         **length_metrics(rollouts), **losses, **credit.metrics(batch.mask), **shaped.metrics, **times.metrics(),
     }  # fmt: skip
     if taken := sorted({"step", *metrics} & {name for name, _ in samples.logged}):
-        raise RewardError(
-            f"log_metric: {taken} are names of the run; name yours otherwise, as mine/{taken[0]}"
-        )
+        raise RewardError(f"log_metric: {taken} are names of the run; name yours otherwise, as mine/{taken[0]}")
     metrics = {**logged.values(), **metrics}
     if config.credit_name == NONE:
         metrics = {name: value for name, value in metrics.items() if not name.startswith(("credit/", "time/credit"))}
