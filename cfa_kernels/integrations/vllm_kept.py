@@ -54,7 +54,7 @@ def record_kept_ids(trainer: Any) -> None:
         _LOG.warning(f"packed_loss=True: the loss is not over the ids that vLLM kept: {reason}")
         return
     if most[0] < MOST_KEPT:
-        _LOG.warning(f"packed_loss=True: vLLM keeps at most {most[0]} ids; --max-logprobs {MOST_KEPT} lists more")
+        _LOG.warning(f"packed_loss=True: vLLM keeps {most[0]} ids or fewer; a server with --max-logprobs lists more")
     own, generation.logprobs = generation.generate, most[0]
     generation.top_k = min(generation.top_k, most[0]) if (generation.top_k or 0) > 0 else most[0]  # -1 is off
 

@@ -36,7 +36,7 @@ class KeptTokens(NamedTuple):
     ) -> "KeptTokens":
         """Take the ids of N tokens one by one, as lists or 1-D tensors, perhaps with their log-probs.
 
-        With `offsets` (N + 1,) all ids are one list, and log-probs too, as in the sampling mask that vLLM can return.
+        With `offsets` (N + 1,) all ids are one list, and log-probs too.
         """
         if offsets is not None:
             flat = None if logprobs is None else torch.as_tensor(logprobs)

@@ -3,10 +3,12 @@
 TRL up to 1.16 records none, so its loss gets log-probs by the definition: a softmax over the kept ids.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 
 from cfa_kernels import CounterfactualConfig, KeptTokens
 
@@ -14,6 +16,7 @@ integration = pytest.importorskip("cfa_kernels.integrations.trl", reason="TRL is
 
 
 from cfa_kernels.integrations.trl_credit import KEPT  # noqa: E402
+from cfa_kernels.integrations.vllm_kept import record_kept_ids  # noqa: E402
 from tests.support.tiny import tiny_model  # noqa: E402
 from tests.support.trl_exact import Exact, assert_equal, batch, both, loss_and_gradients  # noqa: E402
 from tests.support.trl_training import LORA, logged, packs, record_generations, rollouts, seven  # noqa: E402
@@ -123,6 +126,22 @@ def test_the_mask_of_a_rollout_function_reaches_the_loss_and_the_old_log_probs(t
         expected = logits[row, token, support].log_softmax(0)[0]
         assert output["old_per_token_logps"][row, token] == pytest.approx(expected.item(), abs=1e-5)
     assert logged(trained, "entropy")[0] < 1.4 < logged(train(trainer=whole, **options), "entropy")[0]  # ln 4
+
+
+def test_vllm_inside_the_process_cuts_to_the_ids_that_it_lists(caplog):
+    lists = [[[-0.2, -9999.0], [-1.0, -0.46]]], [[[5, 9], [7, 5]]]
+    config = SimpleNamespace(max_logprobs=20, logprobs_mode="processed_logprobs")  # TRL names no other number
+    vllm = SimpleNamespace(
+        mode="colocate", llm=SimpleNamespace(llm_engine=SimpleNamespace(model_config=config)), top_k=-1,
+        generate=lambda: ([[1]], [[5, 7]], *lists),
+    )  # fmt: skip
+    trainer = SimpleNamespace(vllm_generation=vllm, accelerator=PartialState(), beta=0)
+    record_kept_ids(trainer)
+    assert "vLLM keeps 20 ids or fewer; a server with --max-logprobs lists more" in caplog.text
+    assert (vllm.logprobs, vllm.top_k) == (20, 20)
+    assert vllm.generate()[2:] == ([[[-0.2], [-1.0]]], [[[5], [7]]])
+    (kept,) = trainer._sampling_mask
+    assert (kept.counts.tolist(), kept.ids.tolist()) == ([1, 2], [5, 7, 5])
 
 
 def test_without_the_packed_loss_the_mask_is_trls_to_read(train):

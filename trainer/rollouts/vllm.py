@@ -121,6 +121,7 @@ class VllmEngine:
         rounds, self._served = rounding(getattr(torch, dtype)), f"{served['model']} in {dtype}"
         for said, holds in {
             f"gives {mode}, which are not at the temperature; start it with --logprobs-mode {_MODE}": mode != _MODE,
+            "returns sampling masks; start it without --return-sampling-mask": served.get("return_sampling_mask"),
             f"serves another model, {served['model']}: its {' and '.join(other)} are not the policy's": bool(other),
             f"serves {self._served}, whose rounding moves log-probs by up to {rounds:g} nats; start it with --dtype "
             f"float32, or raise max_sampling_gap, which is {limit:.3g}": rounds > max(limit, rounding(torch.float32)),

@@ -62,6 +62,7 @@ class VllmServer(requests.adapters.BaseAdapter):
         mode = self.fault if self.fault == "raw_logprobs" else "processed_logprobs"
         dtype = "torch.bfloat16" if self.fault == "bfloat16" else "torch.float64"
         served = {"logprobs_mode": mode, "model": "no/model", "dtype": dtype, "max_logprobs": 20}
+        served["return_sampling_mask"] = self.fault == "masks"
         config = {"weight_transfer_config": {"backend": "nccl"}, "model_config": served, "lora_config": None}
         answers = {"/v1/models": {"data": [{"id": "served"}]}, "/get_world_size": {"world_size": 1}}
         return answers | ({} if self.fault == "no development mode" else {"/server_info": {"vllm_config": config}})
@@ -243,6 +244,7 @@ def test_an_error_of_the_server_is_said_once_and_the_request_not_repeated(serve,
         ("other tokens", ConnectionError, "the first prompt: the server at .* gave no log-prob for each token"),
         ("no development mode", ConnectionError, "did not tell its configuration: .*VLLM_SERVER_DEV_MODE=1"),
         ("refuses", ConnectionError, "did not complete the first prompt: .*maximum context length is 8 tokens"),
+        ("masks", ValueError, "server at .* returns sampling masks; start it without --return-sampling-mask"),
         ("raw_logprobs", ValueError, "gives raw_logprobs, .*--logprobs-mode processed_logprobs"),
         ("bfloat16", ValueError, "serves no/model in bfloat16, whose rounding .*--dtype float32, or raise max_samp"),
     ],
