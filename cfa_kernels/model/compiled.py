@@ -109,9 +109,10 @@ class CompiledKind:
             own = {name: cache if isinstance(value, Cache) else value for name, value in kwargs.items()}
             return self._token(layer, (hidden, *args), own)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            out = forward(layer, hidden, *args, **kwargs)  # first: what it raises itself is not the compiler's to say
             self.decodes = False
             _LOG.warning("layers of %s decode as they are, not compiled: %s", self.name, _summary(error))
-            return forward(layer, hidden, *args, **kwargs)
+            return out
 
 
 _KINDS: WeakKeyDictionary[nn.Module, CompiledKind] = WeakKeyDictionary()

@@ -1,7 +1,8 @@
 """Multiply by the weights of projections that read one input at once, while completions are decoded.
 
 The weights are moved side by side in memory, once, which takes no more of it: one matrix holds them all, and what an
-optimizer or a merged adapter writes to a weight, it writes to rows of the matrix.
+optimizer or a merged adapter writes to a weight, it writes to rows of the matrix. `save_pretrained` and `torch.save`
+keep all weights; accelerate's `save_model` takes those of one matrix for tied ones and leaves them out.
 """
 
 from collections import Counter, defaultdict
@@ -48,6 +49,7 @@ class _Group:
     def __init__(self, layers: list[Any]) -> None:
         self._layers = layers  # of PEFT or plain
         self._bases = [layer._modules.get("base_layer", layer) for layer in layers]
+        self._wholes = list[Tensor]()
         self._ahead: list[tuple[Tensor, Tensor] | None] = [None] * len(layers)  # their input, and results that await it
 
     def _parts(self) -> list[list[Any]]:
@@ -79,6 +81,7 @@ class _Group:
 
     def members(self) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
         """Yield the projections with the attributes by which they run together, none if they cannot."""
+        self._wholes = []  # weights that have moved leave nothing behind
         merged = all(layer is base or layer.merged for layer, base in zip(self._layers, self._bases, strict=True))
         if not merged or any(map(is_watched, (*self._layers, *self._bases))) or not self._lie_side_by_side():
             return

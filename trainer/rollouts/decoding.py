@@ -178,7 +178,7 @@ class Decoder:
     def _decode(self, state: _State, width: int, length: int, sampling: Sampling, record: KeptRecord) -> int:
         """Decode from place `width` on until all rows have ended, or `length` tokens; give the number of tokens."""
         deferred = self._captured or state.token.device.type == "cuda"  # a look at results is a wait
-        made, candidates = 0, CANDIDATES if deferred else None
+        made, all_until, candidates = 0, 0, CANDIDATES if deferred else None
         whole, order = state, torch.arange(len(state.token), device=state.token.device)
         while made < length:
             steps = LOOK if deferred and candidates != sys.maxsize else 1
@@ -194,13 +194,15 @@ class Decoder:
             where = slice(width + made, width + made + times)
             (*ended, missed), kept = self._look(state, order, where, self._kept.get(candidates), sampling)
             if missed and candidates in _WIDER:  # the same draws once more, among more tokens
-                candidates = _WIDER[candidates]
+                candidates, all_until = _WIDER[candidates], made + LOOK
                 state.token.copy_(before[0])
                 state.ended.copy_(before[1])
                 continue
             if kept is not None:
                 record.add(*kept, made)
             made += times
+            if candidates == sys.maxsize and made >= all_until:
+                candidates = max(_WIDER)  # back to what a graph holds
             if sampling.stopped and made % LOOK == 0:
                 state.ended.logical_or_(sampling.stopped(state.tokens[:, width : width + made]))
                 ended = state.ended.view(-1).tolist()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from cfa_kernels.model import decode_attention
 from cfa_kernels.model.compiled import CompiledKind
 from cfa_kernels.model.parts import causal_lm
 from tests.support.adapted import PROMPTS, SAMPLED, adapted, tiny, tokenizer
@@ -73,3 +74,15 @@ def test_layers_that_do_not_compile_decode_as_they_are_and_are_named_once(captur
     assert ours.ids() == expected.ids()
     (message,) = (one.message for one in caplog.records if one.levelname == "WARNING")
     assert message.startswith("layers of Qwen3DecoderLayer decode as they are, not compiled: BackendCompilerFailed")
+
+
+def test_layers_that_cannot_share_keys_decode_compiled_without(captured, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(prompts_module, "SHARED_FROM", 4)
+    monkeypatch.setattr(decode_attention, "_serves", lambda *_: False)
+    kind = CompiledKind((model := tiny()).model.layers, aot_eager)
+    TransformersEngine(model, tokenizer(), captured=True)(
+        [COMMON] * 8, **SAMPLED | {"keys": [(3, i) for i in range(8)]}
+    )
+    assert kind.decodes
+    (message,) = (one.message for one in caplog.records if one.levelname == "WARNING")
+    assert "keeps the keys of its whole prompt" in message
