@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 BUDGETS = {
-    "cfa_kernels": 17_060,
-    "trainer": 4_940,
+    "cfa_kernels": 17_080,
+    "trainer": 4_945,
     "trainer, its core": 3_870,
     "benchmarks": 7_515,
-    "tests": 26_130,
+    "tests": 26_140,
 }
 """Most lines of Python in each package; the core is what a training run without vLLM reads."""
 SUBJECT = 72

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .check.probe_mode import layers_skipped
 from .check.structure import kinds_of_layers, repeated_layers
 from .check.verify import ProbeTree, check_trainable
-from .compiled import EAGER, CompiledKind
+from .compiled import EAGER, CompiledKind, difference
 from .modes import one_mode, value_of
 from .parts import backbone, causal_lm, input_device
 from .run_inside import is_sharded
@@ -17,9 +17,6 @@ from .tree_forward import packed_hidden, tree_training_mode
 from .walk import ModelWalk
 
 _LOG = logging.getLogger(__name__)
-
-_ALLOWED = {torch.bfloat16: 0.05, torch.float16: 0.02}  # of two layers, by dtype, else `_EXACT`: share of a norm
-_EXACT = 1e-4
 
 
 def compile_layers(model: nn.Module, *, backend: Any = "inductor") -> list[str]:
@@ -56,12 +53,9 @@ def compile_layers(model: nn.Module, *, backend: Any = "inductor") -> list[str]:
             expected = _results(walk, probe, layers)
         kinds = [CompiledKind(group, backend) for group in kinds_of_layers(walk, layers)]
         results = _results(walk, probe, layers)
-    error = max(((ours - own).norm() / own.norm()).item() for ours, own in zip(results, expected, strict=True))
-    casts = torch.is_autocast_enabled(device.type)
-    allowed = _ALLOWED.get(torch.get_autocast_dtype(device.type) if casts else causal.dtype, _EXACT)
-    if not error <= allowed:
-        for kind in kinds:
-            kind.stop(f"a small tree's results differ by {error:.2g} of their norm, allowed are {allowed:g}")
+    apart = [difference("a small tree's results", *both, causal.dtype) for both in zip(expected, results, strict=True)]
+    for kind in kinds if any(apart) else []:
+        kind.stop(max(apart))
     return [kind.name for kind in kinds if kind.obstacle is None]
 
 

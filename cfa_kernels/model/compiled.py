@@ -30,13 +30,18 @@ EAGER: ContextVar[bool] = ContextVar("cfa_eager_layers", default=False)
 """Whether layers run as they are, compiled or not."""
 
 
+_ALLOWED = {torch.bfloat16: 0.05, torch.float16: 0.02}  # of two layers, by dtype, else `_EXACT`: share of a norm
+_EXACT = 1e-4
+
+
 class CompiledKind:
     """Layers that share one compiled function, and another one for a token of several rows."""
 
     def __init__(self, layers: Iterable[nn.Module], backend: Any) -> None:
         first, *_ = layers = list(layers)
         self.obstacle: str | None = None  # why they run as they are
-        self.decodes = True  # unless they do not compile so
+        self.decodes = True  # unless they do not compile so, or not to the same results
+        self._compared = set[bool]()  # tokens behind shared keys, or others
         self.name, self._backend = type(first).__name__, backend
         inner = _without_checkpointing(type(first).forward)
 
@@ -107,15 +112,32 @@ class CompiledKind:
                 torch._dynamo.maybe_mark_dynamic(part, dims)
         try:
             own = {name: cache if isinstance(value, Cache) else value for name, value in kwargs.items()}
-            return self._token(layer, (hidden, *args), own)
+            result, reason = self._token(layer, (hidden, *args), own), ""
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            out = forward(layer, hidden, *args, **kwargs)  # first: what it raises itself is not the compiler's to say
+            result, reason = None, _summary(error)
+        shares = cache.shared is not None
+        if result is not None and shares in self._compared:
+            return result
+        out = forward(layer, hidden, *args, **kwargs)  # what it raises itself is not the compiler's to say
+        self._compared.add(shares)
+        if result is not None:
+            reason = difference("a token's results", out, result, out.dtype)
+        if reason:
             self.decodes = False
-            _LOG.warning("layers of %s decode as they are, not compiled: %s", self.name, _summary(error))
-            return out
+            _LOG.warning("layers of %s decode as they are, not compiled: %s", self.name, reason)
+        return out
 
 
 _KINDS: WeakKeyDictionary[nn.Module, CompiledKind] = WeakKeyDictionary()
+
+
+def difference(what: str, own: torch.Tensor, ours: torch.Tensor, dtype: torch.dtype) -> str:
+    """Say how far results that layers give compiled, in arithmetic of `dtype`, are from `own`; nothing if near."""
+    casts = torch.is_autocast_enabled(own.device.type)
+    allowed = _ALLOWED.get(torch.get_autocast_dtype(own.device.type) if casts else dtype, _EXACT)
+    own_norm = own.float().norm().clamp(min=torch.finfo(torch.float32).tiny)
+    error = ((ours - own).float().norm() / own_norm).item()
+    return "" if error <= allowed else f"{what} differ by {error:.2g} of their norm, allowed are {allowed:g}"
 
 
 def _summary(error: Exception) -> str:

@@ -35,10 +35,16 @@ def watched(model: nn.Module) -> nn.Module:
     return model
 
 
+def captured(model: nn.Module) -> TransformersEngine:
+    """An engine as on a GPU, whose steps would be graphs; `products` runs them each time."""
+    return TransformersEngine(model, tokenizer(), captured=True)
+
+
 @pytest.fixture
 def products(monkeypatch):
     """Samples by an engine; gives the completions, and how many products of layers a token took."""
     tokens, counts, linear, one = [], [], nn.functional.linear, decoding.draw
+    monkeypatch.setattr(decoding, "capture", lambda step, pool: (step, pool))
     monkeypatch.setattr(decoding, "draw", lambda *args: tokens.append(1) or one(*args))
     monkeypatch.setattr(nn.functional, "linear", lambda *args: counts.append(args[0].shape[1]) or linear(*args))
 
@@ -66,8 +72,8 @@ MODELS = {
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_a_token_takes_four_products_a_layer_and_is_the_same(make, products) -> None:
     model = make()
-    one_by_one = TransformersEngine(watched(model), tokenizer())
-    engine = TransformersEngine(model, tokenizer())
+    one_by_one = captured(watched(model))
+    engine = captured(model)
     assert engine.notes == []
     stores = {store.data_ptr(): store.nbytes() for store in (p.untyped_storage() for p in model.parameters())}
     assert sum(stores.values()) == sum(p.nbytes for p in model.parameters()), "no more memory"
@@ -79,14 +85,14 @@ def test_a_token_takes_four_products_a_layer_and_is_the_same(make, products) -> 
             for parameter in (*model.parameters(), *one_by_one._policy.parameters()):
                 parameter.mul_(0.9)  # as an optimizer writes
     places = [p.data_ptr() for p in model.parameters()]
-    TransformersEngine(model, tokenizer())
+    captured(model)
     assert places == [p.data_ptr() for p in model.parameters()]
 
 
 def test_weights_side_by_side_are_saved_as_others_are(tmp_path) -> None:
     model = tiny()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    TransformersEngine(model, tokenizer())
+    captured(model)
     model.save_pretrained(tmp_path)
     read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64).state_dict()
     assert read.keys() == before.keys()
@@ -100,8 +106,8 @@ def test_what_is_not_side_by_side_is_named_and_multiplied_one_by_one(products) -
     for layer in model.model.layers:
         layer.self_attn.v_proj.weight = layer.self_attn.k_proj.weight
     model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
-    expected, _ = products(TransformersEngine(watched(model), tokenizer()))
-    engine = TransformersEngine(model, tokenizer())
+    expected, _ = products(captured(watched(model)))
+    engine = captured(model)
     first = ", ".join(f"model.layers.0.self_attn.{one}_proj" for one in "qkv")
     (note,) = engine.notes
     assert note.startswith(f"decoding multiplies {first} one by one (2 groups): no plain linear layers")

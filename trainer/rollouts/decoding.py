@@ -11,6 +11,7 @@ import functools
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,7 +90,7 @@ class Decoder:
         self._multiple = 1 if on_cpu and not captured else _LENGTHS
         self._state: _State | None = None
         self._layers: list[StepLayer] = []
-        self.projections = Projections(model)
+        self.projections = Projections(model) if captured else None
         self._graphs: dict[tuple[Any, ...], Callable[[], None]] = {}
         self._pool, self._addresses = None, list[int]()
         self._shares, self._shared = True, SharedPrompts(self._multiple)
@@ -145,7 +146,8 @@ class Decoder:
         record = KeptRecord()
         blocks = getattr(backbone(self._model), "layers", ()) if self._captured else ()
         caches = dict(zip(blocks, self._layers, strict=False))
-        with self.projections.together(), compiled_layers(to_compile(caches), caches):
+        together = self.projections.together() if self.projections else nullcontext()
+        with together, compiled_layers(to_compile(caches), caches):
             made = self._decode(state, width, length, sampling, record)
         drawn = slice(width, width + made)
         return state.tokens[:count, drawn], state.logprobs[:count, drawn], record.rows(count, made)

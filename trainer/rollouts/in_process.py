@@ -54,7 +54,7 @@ class TransformersEngine(Engine):
         obstacle = decoding_obstacle(causal)
         decoder = None if obstacle else Decoder(causal, captured=captured, longest=longest)
         self._decode: Decode = decoder or functools.partial(by_transformers, causal)
-        self.notes += decoder.projections.notes if decoder else []
+        self.notes += decoder.projections.notes if decoder and decoder.projections else []
         if (captured and obstacle) or (on_gpu and not captured):
             reason = obstacle or "CUDA graphs do not follow weights that move"
             self.notes.append(f"decoding is not captured, every layer of a step is launched: {reason}")

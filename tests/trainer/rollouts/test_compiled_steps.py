@@ -59,10 +59,19 @@ def test_compiled_layers_decode_the_same_by_one_graph_for_each_way_of_sharing(
     assert len({live for _, live in captured}) > 1
 
 
-def test_layers_that_do_not_compile_decode_as_they_are_and_are_named_once(captured, caplog) -> None:
-    def backend(graph, inputs):
-        raise ValueError("no kernel for that")
+def refused(graph, inputs):
+    raise ValueError("no kernel for that")
 
+
+def doubled(graph, inputs):
+    run = aot_eager(graph, inputs)
+    return lambda *values: [2 * out if out.is_floating_point() else out for out in run(*values)]
+
+
+@pytest.mark.parametrize(
+    ("backend", "reason"), [(refused, "BackendCompilerFailed"), (doubled, "a token's results differ by")]
+)
+def test_layers_that_do_not_compile_to_the_same_decode_as_they_are(backend, reason, captured, caplog) -> None:
     plain, model = tiny(), tiny()
     CompiledKind(model.model.layers, backend)
     expected, ours = (
@@ -73,7 +82,7 @@ def test_layers_that_do_not_compile_decode_as_they_are_and_are_named_once(captur
     )
     assert ours.ids() == expected.ids()
     (message,) = (one.message for one in caplog.records if one.levelname == "WARNING")
-    assert message.startswith("layers of Qwen3DecoderLayer decode as they are, not compiled: BackendCompilerFailed")
+    assert message.startswith(f"layers of Qwen3DecoderLayer decode as they are, not compiled: {reason}")
 
 
 def test_layers_that_cannot_share_keys_decode_compiled_without(captured, monkeypatch, caplog) -> None:
