@@ -12,7 +12,7 @@ BUDGETS = {
     "trainer": 4_945,
     "trainer, its core": 3_870,
     "benchmarks": 7_515,
-    "tests": 26_140,
+    "tests": 26_155,
 }
 """Most lines of Python in each package; the core is what a training run without vLLM reads."""
 SUBJECT = 72

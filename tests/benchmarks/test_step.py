@@ -14,7 +14,7 @@ from benchmarks.speed import bench_step as benchmark
 from benchmarks.speed.bench_step import step_contenders
 from benchmarks.speed.replay import Replay, Stopwatch
 from benchmarks.speed.step_peers import CREDITED, EXACT, NEAREST, NO_ENTROPY, PLAIN, STEP_PEERS, TRL
-from benchmarks.speed.step_reference import StepResult
+from benchmarks.speed.step_reference import StepResult, Truth
 
 pytestmark = pytest.mark.slow
 
@@ -120,6 +120,16 @@ def test_a_wrong_result_is_refused(spoil, message, right, contenders):
     contenders[EXACT].check(right)
     with pytest.raises(WrongAnswer, match=message):
         contenders[EXACT].check(spoil(right))
+
+
+@pytest.mark.parametrize("more", [0.0, 1e-3])
+def test_loss_and_gradients_may_be_off_as_far_as_weights_are_within_their_budgets(more) -> None:
+    weights, budgets, gradients = torch.tensor([0.5, 4.0]), torch.tensor([1e-3, 1e-3]), torch.tensor([1.0, -2.0])
+    truth = Truth(1.0, [weights], {"w": gradients}, 1e-7, [budgets], 1e-7, [0])
+    off = 1 + 1e-4
+    result = StepResult(off, [weights * off], {"w": gradients * (off + more)})
+    with pytest.raises(WrongAnswer, match="gradient of w") if more else contextlib.nullcontext():
+        truth.check(result, 1e-7)
 
 
 @pytest.mark.filterwarnings("ignore")
