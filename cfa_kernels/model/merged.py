@@ -24,52 +24,53 @@ class CannotMerge(ValueError):
     """Adapters of a model cannot be merged and taken out again; the message names the module and the reason."""
 
 
-def adapted_layers(model: nn.Module) -> dict[str, Any]:
+def adapted_layers(model: nn.Module | ModelWalk) -> dict[str, Any]:
     """Find the layers, by name, whose adapters act and are not merged yet."""
     tuners = sys.modules.get("peft.tuners.tuners_utils")  # not there, no such layers
     if tuners is None:
         return {}
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, tuners.BaseTunerLayer) and not module.disable_adapters and not module.merged
-    }
+    walk = ModelWalk.of(model)
+    kinds = {kind for kind in walk.by_class if issubclass(kind, tuners.BaseTunerLayer)}
+    tuned: dict[str, Any] = {name: module for name, module in walk.modules.items() if type(module) in kinds}
+    return {name: layer for name, layer in tuned.items() if not layer.disable_adapters and not layer.merged}
 
 
 @contextlib.contextmanager
-def merged_adapters(model: nn.Module) -> Iterator[int]:
+def merged_adapters(model: nn.Module | ModelWalk) -> Iterator[int]:
     """Merge the active adapters of `model` while the context lasts; gives the number of layers merged.
 
     A backward must wait until the context has ended. Raises `CannotMerge`, and nothing has changed then.
     """
-    layers = adapted_layers(model)
-    owners = Counter(_place(p) for module in model.modules() for p in module._parameters.values() if p is not None)
-    originals: list[tuple[nn.Parameter, Tensor, Tensor]] = []  # with its storage and the values in it
-    adapters: list[tuple[nn.Parameter, Tensor]] = []  # likewise; PEFT 0.18 puts copies of halves on a CPU there
+    walk = ModelWalk.of(model)
+    layers, there = adapted_layers(walk), [(p, p.data, _place(p)) for p in walk.parameters()]
+    owners, storages = Counter(place for *_, place in there), list[Tensor]()
+    for name, layer in layers.items():
+        base = layer.get_base_layer()
+        for key, weight in base._parameters.items():
+            if weight is not None and (obstacle := _obstacle(weight, owners)):
+                raise CannotMerge(f"{name}: its {key} is {obstacle}")
+            storages += [] if weight is None else [weight.data]
+        if is_quantised(base):
+            raise CannotMerge(f"{name}: its base, a {type(base).__name__}, holds its weights quantised")
+    if not layers:
+        yield 0
+        return
+    values, copied = [*map(torch.empty_like, storages)], torch._foreach_copy_  # few launches for hundreds of weights
+    copied(values, storages)
     try:
         for name, layer in layers.items():
-            base = layer.get_base_layer()
-            for key, weight in base.named_parameters(recurse=False):
-                if obstacle := _obstacle(weight, owners):
-                    raise CannotMerge(f"{name}: its {key} is {obstacle}")
-                originals.append((weight, weight.data, weight.data.clone()))
-            if is_quantised(base):
-                raise CannotMerge(f"{name}: its base, a {type(base).__name__}, holds its weights quantised")
-            adapters += [(parameter, parameter.data) for parameter in layer.parameters()]
             try:
                 layer.merge()
             except Exception as problem:  # each kind of adapter has its own reasons
                 raise CannotMerge(f"{name}: PEFT does not merge its adapter ({problem!r})") from problem
-        for parameter, storage, _ in originals:  # a CUDA graph reads the weights where they were; DoRA makes new ones
-            if parameter.data_ptr() != storage.data_ptr():
+        for parameter, storage, place in there:  # a CUDA graph reads weights where they were; DoRA makes new ones
+            if _place(parameter) != place:
                 parameter.data = storage.copy_(parameter.data)
         yield sum(bool(layer.merged_adapters) for layer in layers.values())
     finally:
-        for parameter, storage, values in reversed(originals):  # several layers may adapt one module's parameters
-            storage.copy_(values)
-            parameter.data = storage
-        for parameter, storage in reversed(adapters):
-            if parameter.data_ptr() != storage.data_ptr():
+        copied(storages, values)
+        for parameter, storage, place in there:  # PEFT 0.18 puts copies of halves on a CPU into adapters
+            if _place(parameter) != place:
                 parameter.data = storage
         for layer in layers.values():
             layer.merged_adapters.clear()
@@ -86,7 +87,7 @@ def merged_weights(model: Model) -> Iterator[None]:
             stack.callback(torch.clear_autocast_cache)  # of casts of trained weights
             exact = torch.autocast(input_device(walk.model).type, enabled=False)  # products of adapters too
             with torch.no_grad(), exact:
-                layers = stack.enter_context(merged_adapters(walk.model))
+                layers = stack.enter_context(merged_adapters(walk))
             if not layers:
                 raise CannotMerge(f"{type(walk.model).__name__} has no active adapter of PEFT that is not merged yet")
         except CannotMerge as problem:

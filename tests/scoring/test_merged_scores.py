@@ -8,6 +8,7 @@ import torch
 from cfa_kernels import Batch, CounterfactualConfig, DeferredCredit, LogprobService, Span
 from cfa_kernels.model import merged
 from cfa_kernels.model.parts import causal_lm
+from cfa_kernels.model.walk import ModelWalk
 from cfa_kernels.rows import Rows
 from cfa_kernels.scoring.access import InProcess, Sharded
 from cfa_kernels.scoring.outcomes import OUTCOMES
@@ -44,7 +45,7 @@ def shifted(monkeypatch):
     def far(model):
         with merged_adapters(model) as layers:
             generator = torch.Generator().manual_seed(3)
-            for name, weight in model.named_parameters():
+            for name, weight in ModelWalk.of(model).model.named_parameters():
                 if "base_layer" in name:
                     weight.data.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
             yield layers

@@ -32,6 +32,7 @@ from cfa_kernels.model.decode_attention import (
 )
 from cfa_kernels.model.parts import backbone
 from cfa_kernels.model.side_by_side import Projections
+from cfa_kernels.model.walk import ModelWalk
 from cfa_kernels.ops.upload import upload
 
 from .prompts import APART, KeysValues, SharedPrompts, choose_sharing, common_beginning, feed
@@ -159,7 +160,7 @@ class Decoder:
         """State of so many rows, with room for so many places; graphs stay if all that they read stays in place."""
         old = 0 if self._state is None else len(self._state.token)
         grows = rows > old or places > self._places
-        addresses = [weight.data_ptr() for weight in self._model.parameters()] if self._captured else []
+        addresses = [weight.data_ptr() for weight in ModelWalk.of(self._model).parameters()] if self._captured else []
         if self._graphs and (grows or moved or addresses != self._addresses):
             cause = f"the cache grows to {rows} rows, {places} tokens" if grows or moved else "the weights have moved"
             _LOG.warning("%d CUDA graphs of decoding will be captured again: %s", len(self._graphs), cause)

@@ -77,7 +77,7 @@ class TransformersEngine(Engine):
         size = len(prompts), max_completion_length
         uniforms = torch.zeros(size, dtype=torch.float64) if keys is None else keyed_uniforms(keys, size[1])
         merging = merged_adapters(self._model) if self._merges else contextlib.nullcontext()
-        with merging, evaluation_mode(ModelWalk(self._model)), decoding_head(causal_lm(self._model)):
+        with merging, evaluation_mode(ModelWalk.of(self._model)), decoding_head(causal_lm(self._model)):
             tokens, logprobs, kept = self._decode(batch["input_ids"], batch["attention_mask"], uniforms, sampling)
         rollouts = Rollouts.of(
             prompts, tokens.tolist(), [*logprobs.to("cpu", copy=True)], ends, tokenizer, kept_tokens=kept,
