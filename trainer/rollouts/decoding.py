@@ -132,6 +132,8 @@ class Decoder:
         host = [own, uniforms[fill], prompts[0, :, -1:], cached, sharing.length + cached - padding, of_row, ended]
         own, uniforms, *columns = upload(host, next(self._model.parameters()).device)
         width -= sharing.length
+        if self._layers and any(old.keys.dtype != new[0].dtype for old, new in zip(self._layers, fed, strict=True)):
+            self._state, self._shared = None, SharedPrompts(self._multiple)  # the model has been cast
         moved = self._shared.take(fed, prefixes[1], sharing, columns[3].view(-1))
         state = self._state_of(rows, width + length, fed, moved)
         for layer, parts in zip(self._layers, fed, strict=True):

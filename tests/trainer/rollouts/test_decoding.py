@@ -171,6 +171,20 @@ def test_room_for_what_rows_share_is_the_most_places_of_a_call(monkeypatch) -> N
     assert {len(store) for stores in decoder._decode._shared._layers for store in stores} == {4 * 5}
 
 
+def test_a_model_that_is_cast_between_calls_decodes_in_its_new_type(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(prompts_module, "SHARED_FROM", 4)
+    model, prompts = ONE_LAYER(torch.float32), [COMMON, PROMPTS[1]] * 4
+    engine = TransformersEngine(model, tokenizer())
+    engine(prompts, **long_run(4))
+    model.double()
+    expected = by_generate(model, prompts, **long_run(12))
+    ours = engine(prompts, **long_run(12))
+    assert ours.ids() == expected.ids()
+    torch.testing.assert_close(ours.logprobs, expected.logprobs, rtol=0, atol=1e-6)
+    assert engine._decode._shared.shape[1] == 2
+    assert not caplog.messages
+
+
 def test_a_layer_that_does_not_read_shared_keys_is_noticed(monkeypatch, caplog) -> None:
     model, prompts = tiny(), [COMMON, PROMPTS[1]] * 4
     expected = by_generate(model, prompts, **long_run(12))
