@@ -299,12 +299,15 @@ def test_nuclei_larger_than_the_candidates_are_drawn_again_from_more_tokens(wide
     model = tiny()
     model.model.norm.weight.data.mul_(0.02)
     model.generation_config.eos_token_id = [*range(0, 512, 8)]  # the first draws end rows that go on
-    sampled = TransformersEngine(model, tokenizer(), captured=True)(EIGHT, **long_run(40))
+    engine = TransformersEngine(model, tokenizer(), captured=True)
+    sampled = engine(EIGHT, **long_run(40))
     assert sampled.ids() == by_generate(model, EIGHT, **long_run(40)).ids()
     assert max(int(kept.counts.max()) for kept in sampled.kept_tokens) > CANDIDATES
     graphs = [candidates for *_, candidates, _ in replays]
-    assert graphs[:30] == [CANDIDATES] * 15 + [wider] * 15  # those of all tokens are looked at one by one
-    assert graphs[30:] == ([300] * 16 if wider == 300 else [wider] * (len(graphs) - 30)) != []  # again after 16 tokens
+    assert graphs[:18] == [CANDIDATES] * 15 + [wider] * 3  # those of all tokens are looked at one by one
+    assert graphs[18:] == ([300] * 4 if wider == 300 else [wider] * (len(graphs) - 18)) != []  # again after 16 tokens
+    assert {size: kept.shape[1] for size, kept in engine._decode._kept.items()} == {CANDIDATES: 16, wider: 4}
+    assert not engine._decode._looked_at.numel()
 
 
 def test_the_cache_and_the_graphs_stay_until_it_must_grow_or_weights_move(replays, caplog) -> None:
