@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DiffLlamaConfig, FalconConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DiffLlamaConfig, FalconConfig, Llama4TextConfig
 
 from cfa_kernels.model import decode_attention
 from tests.support.adapted import PROMPTS, SAMPLED, tiny, tokenizer
@@ -247,6 +247,24 @@ def test_a_model_that_attends_in_its_own_way_shares_nothing(config, obstacle, pr
     torch.testing.assert_close(ours.logprobs, expected.logprobs, rtol=0, atol=1e-5)
     assert caplog.messages == [f"each completion keeps the keys of its whole prompt: {obstacle}"]
     assert engine(prompts[:1], **GREEDY).texts
+
+
+@pytest.mark.parametrize(("steps", "said"), [(256, 0), (64, 1)], ids=["one forward holds all", "too many rows"])
+def test_a_model_that_scales_queries_by_their_place_takes_a_shared_beginning(steps, said, monkeypatch, caplog) -> None:
+    sizes = SIZES | {"num_hidden_layers": 4, "intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 8}
+    config = Llama4TextConfig(**sizes, **HEADS_4, attention_chunk_size=16, floor_scale=steps, pad_token_id=0)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    prompts = [[*COMMON, *COMMON, 60 + i, *range(70, 70 + 2 * i)] for i in range(8)]
+    expected = by_generate(model, prompts, **long_run(12))
+    monkeypatch.setattr(prompts_module, "SHARED_FROM", 40)
+    engine = TransformersEngine(model, tokenizer())
+    for _ in range(2):
+        ours = engine(prompts, **long_run(12))
+        assert ours.ids() == expected.ids()
+        torch.testing.assert_close(ours.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    whole = "prompts are fed whole, although all begin alike: Llama4ForCausalLM scales queries by their place"
+    assert sum(message.startswith(whole) for message in caplog.messages) == said
 
 
 def long_run(tokens: int) -> dict:
