@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from cfa_kernels import KeptTokens
-from cfa_kernels.model.compiled import compiled_layers, to_compile
+from cfa_kernels.model.compiled import compiled_layers, inside_checkpoints, to_compile
 from cfa_kernels.model.decode_attention import (
     CannotShare,
     StepLayer,
@@ -147,7 +147,7 @@ class Decoder:
         del fed, parts, rest
         record = KeptRecord()
         blocks = getattr(backbone(self._model), "layers", ()) if self._captured else ()
-        caches = dict(zip(blocks, self._layers, strict=False))
+        caches = dict(zip(inside_checkpoints(blocks), self._layers, strict=False))
         together = self.projections.together() if self.projections else nullcontext()
         with together, compiled_layers(to_compile(caches), caches):
             made = self._decode(state, width, length, sampling, record)
