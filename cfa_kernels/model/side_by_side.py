@@ -36,12 +36,8 @@ class Projections:
             parent, _, own = name.rpartition(".")
             if own in ONE_INPUT:
                 named[parent, ONE_INPUT[own]][name] = module
-
-        @cache  # said once
-        def moved() -> None:
-            reason = "their weights have moved since they were put side by side; a new engine puts them there again"
-            _LOG.warning("decoding multiplies projections of %s one by one: %s", type(walk.model).__name__, reason)
-
+        why = "decoding multiplies projections of %s one by one, as their weights have moved; a new engine joins them"
+        moved = cache(lambda: _LOG.warning(why, type(walk.model).__name__))  # said once
         owners, members = Counter(map(id, walk.parameters())), [each for each in named.values() if len(each) > 1]
         groups = [(_Group([*each.values()], moved), ", ".join(each)) for each in members]
         apart = [names for group, names in groups if not group.join(owners)]

@@ -21,7 +21,8 @@ from cfa_kernels.ops.upload import upload
 from cfa_kernels.tree.packs import pack_of
 from cfa_kernels.tree.prefix_tree import PrefixTree
 
-_LOG = logging.getLogger(__name__)
+_say_once = functools.cache(logging.getLogger(__name__).warning)
+_WHOLE = "prompts are fed whole, although all begin alike: %s scales queries by their place among more than %d rows"
 SHARED_FROM = 256  # tokens; a shorter beginning costs about as much apart as it does once
 KeysValues = tuple[Tensor, Tensor]  # (B, Hkv, W, D), (B, Hkv, W, Dv)
 
@@ -50,18 +51,12 @@ def feed(model: PreTrainedModel, ids: Tensor, mask: Tensor, beginning: int) -> l
                 packed_hidden(walk, pack_of(tree), cache=cache)
             (rows,) = upload([index.astype(np.int64)], device)
             return [tuple(part[0][:, rows].transpose(0, 1) for part in pair) for pair in _pairs(cache)]  # type: ignore[misc]
-        _say_whole(type(model).__name__, most)
+        _say_once(_WHOLE, type(model).__name__, most)
     cache = DynamicCache(config=model.config)
     ids, mask = upload([ids, mask], device)
     options = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), cache_argument(model): cache}
     model.get_decoder()(input_ids=ids, use_cache=True, **options)
     return _pairs(cache)
-
-
-@functools.cache  # said once
-def _say_whole(name: str, most: int) -> None:
-    reason = f"{name} scales queries by their place in a forward of more than {most} rows"
-    _LOG.warning("prompts are fed whole, although all begin alike: %s", reason)
 
 
 def _pairs(cache: Any) -> list[KeysValues]:
