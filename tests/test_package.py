@@ -123,11 +123,18 @@ def test_the_wheel_holds_the_library_and_the_program_and_the_sdist_the_checkout(
     (tmp_path / "user" / "examples" / "mine.py").write_text("")
     (tmp_path / "script").mkdir()
     (tmp_path / "script" / "examples.py").write_text("")
-    for folder in ("user", "script", "installed"):
+    # As setuptools' finder of a package that is installed editable.
+    own = "import types, importlib.machinery as m; own = m.ModuleSpec('examples', None, is_package=True)"
+    own += f"; own.submodule_search_locations += [{str(tmp_path / 'user' / 'examples')!r}]"
+    own += "; find_spec = lambda name, *_: own if name == 'examples' else None"
+    editable = f"; {own}; sys.meta_path.append(types.SimpleNamespace(find_spec=find_spec))"
+    for folder in ("user", "script", "installed", "editable"):
+        (tmp_path / folder).mkdir(exist_ok=True)
         add = f"import os, sys; os.chdir({str(tmp_path / folder)!r}); from cfa_trainer import __main__ as program"
+        add += editable * (folder == "editable")
         code = f"{add}; program.add_examples(); assert 'examples' not in sys.modules"
         code += "; import examples.ibpo, examples.estimators.resampling"
-        code += "; import examples.mine" * (folder == "user")
+        code += "; import examples.mine" * (folder in ("user", "editable"))
         where = run(f"{code}; print(examples.ibpo.__file__)", PYTHONPATH=str(tmp_path / "installed"))
         assert where.startswith(str(tmp_path / "installed" / "cfa_trainer" / "examples"))
     assert files >= {"cfa_kernels/py.typed", "cfa_kernels/model/README.md"}

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,13 +34,15 @@ def add_examples() -> None:
         return
 
     def find_spec(name: str, *_: Any) -> ModuleSpec | None:
-        spec = PathFinder.find_spec(name) or ModuleSpec(name, None) if name == "examples" else None
-        if spec is not None:
-            spec.submodule_search_locations = [*(spec.submodule_search_locations or ()), str(ours)]
+        if name != "examples":
+            return None
+        others = (other.find_spec(name, None) for other in sys.meta_path if other is not finder)
+        spec = next(filter(None, others), ModuleSpec(name, None))
+        spec.submodule_search_locations = [*(spec.submodule_search_locations or ()), str(ours)]
         return spec
 
-    # A user's package is imported when something of it is asked for, not before.
-    sys.meta_path.insert(0, SimpleNamespace(find_spec=find_spec))
+    # A user's package, installed editable perhaps, is imported when something of it is asked for, not before.
+    sys.meta_path.insert(0, finder := SimpleNamespace(find_spec=find_spec))
 
 
 if __name__ == "__main__":

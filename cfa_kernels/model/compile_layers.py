@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .check.probe_mode import layers_skipped
 from .check.structure import kinds_of_layers, repeated_layers
 from .check.verify import ProbeTree, check_trainable
-from .compiled import EAGER, CompiledKind, difference
+from .compiled import EAGER, CompiledKind, difference, inside_checkpoints
 from .modes import one_mode, value_of
 from .parts import backbone, causal_lm, input_device
 from .run_inside import is_sharded
@@ -51,7 +51,7 @@ def compile_layers(model: nn.Module, *, backend: Any = "inductor") -> list[str]:
         probe = ProbeTree.of(causal)
         with value_of(EAGER, True):
             expected = _results(walk, probe, layers)
-        kinds = [CompiledKind(group, backend) for group in kinds_of_layers(walk, layers)]
+        kinds = [CompiledKind(group, backend) for group in kinds_of_layers(walk, inside_checkpoints(layers))]
         results = _results(walk, probe, layers)
     apart = [difference("a small tree's results", *both, causal.dtype) for both in zip(expected, results, strict=True)]
     for kind in kinds if any(apart) else []:

@@ -145,15 +145,22 @@ def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {first} {more.strip().partition(chr(10))[0]}"
 
 
+def inside_checkpoints(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """List layers, without the `CheckpointWrapper` of torch around them."""
+    return [layer._modules.get("_checkpoint_wrapped_module") or layer for layer in layers]
+
+
 def to_compile(layers: Iterable[nn.Module]) -> list[tuple[nn.Module, CompiledKind, object]]:
     """List those of `layers` that run compiled, with their kinds and with what has their `forward`."""
-    some = [] if EAGER.get() else [(layer, _KINDS.get(layer), _has_forward(layer)) for layer in layers]
+    each = [] if EAGER.get() else inside_checkpoints(layers)
+    some = [(layer, _KINDS.get(layer), _has_forward(layer)) for layer in each]
     return [(layer, kind, owner) for layer, kind, owner in some if owner and kind and not kind.obstacle]
 
 
 def compile_copies(copies: Iterable[nn.Module], layers: Iterable[nn.Module]) -> None:
     """Compile copies of layers, too, where these run compiled and the copies do not yet."""
-    kinds = [(copy, _KINDS.get(layer)) for copy, layer in zip(copies, layers, strict=True) if copy not in _KINDS]
+    pairs = zip(inside_checkpoints(copies), inside_checkpoints(layers), strict=True)
+    kinds = [(copy, _KINDS.get(layer)) for copy, layer in pairs if copy not in _KINDS]
     for kind in {kind for _, kind in kinds if kind and not kind.obstacle}:
         CompiledKind([copy for copy, own in kinds if own is kind], kind._backend)
 

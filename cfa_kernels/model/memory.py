@@ -2,6 +2,8 @@
 
 import contextlib
 import ctypes
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -63,8 +65,11 @@ def run_in_memory(
 def keep_freed_memory() -> None:
     """Let glibc give blocks of up to 256 MB out again that were freed, where it would return them to the system.
 
-    The system fills every page with zeros first, which takes longer than most operations on logits.
+    The system fills every page with zeros first, which takes longer than most operations on logits. Limits that the
+    environment sets stay.
     """
+    if re.search("malloc.(mmap|trim)_threshold", " ".join([*os.environ, os.environ.get("GLIBC_TUNABLES", "")]).lower()):
+        return
     with contextlib.suppress(AttributeError, OSError):  # another C library
         library = ctypes.CDLL(None)
         # M_MMAP_THRESHOLD: before glibc 2.35 32 MB at most. Without one it would stay at 128 kB once the other is set.

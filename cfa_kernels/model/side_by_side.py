@@ -6,9 +6,11 @@ keep all weights; accelerate's `save_model` takes those of one matrix for tied o
 weights stay where they are: one product of 64 rows takes as long as its parts.
 """
 
+import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import cache
 from itertools import accumulate
 from types import MethodType
 from typing import Any
@@ -21,6 +23,8 @@ from .lora import ONE_INPUT, is_watched, run_member
 from .modes import exchanged
 from .walk import ModelWalk
 
+_LOG = logging.getLogger(__name__)
+
 
 class Projections:
     """Projections of a model that read one input, by the names that they have in transformers."""
@@ -32,10 +36,13 @@ class Projections:
             parent, _, own = name.rpartition(".")
             if own in ONE_INPUT:
                 named[parent, ONE_INPUT[own]][name] = module
+        why = "decoding multiplies projections of %s one by one, as their weights have moved; a new engine joins them"
+        moved = cache(lambda: _LOG.warning(why, type(walk.model).__name__))  # said once
         owners, members = Counter(map(id, walk.parameters())), [each for each in named.values() if len(each) > 1]
-        groups = [(_Group([*each.values()]), ", ".join(each)) for each in members]
+        groups = [(_Group([*each.values()], moved), ", ".join(each)) for each in members]
         apart = [names for group, names in groups if not group.join(owners)]
         self._groups = [group for group, names in groups if names not in apart]
+        torch.cuda.empty_cache()  # of the weights' former places
         reason = f"one by one ({len(apart)} groups): no plain linear layers of one type with weights of their own"
         self.notes = [f"decoding multiplies {names} {reason}" for names in apart[:1]]
 
@@ -47,8 +54,8 @@ class Projections:
 class _Group:
     """Projections of one input: the first that is called runs all, whose results await the other calls."""
 
-    def __init__(self, layers: list[Any]) -> None:
-        self._layers = layers  # of PEFT or plain
+    def __init__(self, layers: list[Any], moved: Callable[[], None]) -> None:
+        self._layers, self._moved = layers, moved  # of PEFT or plain; what says that weights have moved
         self._bases = [layer._modules.get("base_layer", layer) for layer in layers]
         self._wholes = list[Tensor]()
         self._ahead: list[tuple[Tensor, Tensor] | None] = [None] * len(layers)  # their input, and results that await it
@@ -84,8 +91,10 @@ class _Group:
         """Yield the projections with the attributes by which they run together, none if they cannot."""
         self._wholes = []  # weights that have moved leave nothing behind
         merged = all(layer is base or layer.merged for layer, base in zip(self._layers, self._bases, strict=True))
-        if not merged or any(map(is_watched, (*self._layers, *self._bases))) or not self._lie_side_by_side():
+        if not merged or any(map(is_watched, (*self._layers, *self._bases))):
             return
+        if not self._lie_side_by_side():
+            return self._moved()
         self._sizes = [len(base.weight) for base in self._bases]
         firsts = [parts[0].data for parts in self._parts()]
         # No views: a graph would depend on where in its storage a tensor begins.

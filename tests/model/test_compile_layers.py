@@ -11,6 +11,7 @@ import torch
 import transformers
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from cfa_kernels import Rows, Span, packed_forward, packed_policy_loss
 from cfa_kernels.model.compile_layers import compile_layers
@@ -168,6 +169,29 @@ def test_compiled_layers_give_the_same_bits_by_few_graphs(name, adapters, change
             torch.testing.assert_close(result, truth["drops"] if merges else drops["drops"], rtol=0, atol=1e-6)
         counts.append(graphs())
     assert counts[-1] == counts[0], "later packs need no graph of their own"
+
+
+@pytest.mark.parametrize("first", ["compiled", "checkpointed"])
+def test_layers_inside_torchs_checkpoints_run_compiled_whichever_came_first(first):
+    model, ran = policy("Qwen3", head_dim=8), []
+    layers = model.model.layers
+    expected = step(model, BATCHES[0])
+
+    def backend(graph, inputs):
+        compiled = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+        return lambda *args: ran.append(1) or compiled(*args)
+
+    if first == "compiled":
+        assert compile_layers(model, backend=backend) == ["Qwen3DecoderLayer"]
+    for i, layer in enumerate(layers):
+        layers[i] = checkpoint_wrapper(layer, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    if first == "checkpointed":
+        assert compile_layers(model, backend=backend) == ["Qwen3DecoderLayer"]
+    step(model, BATCHES[0])  # checked as it is now
+    ran.clear()
+    result = step(model, BATCHES[0])
+    assert_same({name.replace("_checkpoint_wrapped_module.", ""): value for name, value in result.items()}, expected)
+    assert len(ran) == 3 * len(layers) - 1, "forward, branches but for the last layer's few rows, and forward again"
 
 
 def test_what_does_not_compile_is_named_and_runs_as_it_is(caplog):

@@ -146,10 +146,22 @@ def test_memory_of_a_training_forward_is_estimated_within_its_measure_and_a_thir
     assert kept(two) < own
 
 
+BOTH = {-3: 1 << 28, -1: 1 << 30}
+
+
 @pytest.mark.parametrize(
-    ("most", "kept"), [(1 << 40, {-3: 1 << 28, -1: 1 << 30}), (1 << 25, {-3: 1 << 25, -1: 1 << 30}), (0, {})]
+    ("most", "environment", "kept"),
+    [
+        (1 << 40, {"MALLOC_ARENA_MAX": "2", "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}, BOTH),
+        (1 << 25, {}, {**BOTH, -3: 1 << 25}),
+        (0, {}, {}),
+        (1 << 40, {"MALLOC_MMAP_THRESHOLD_": "65536"}, {}),
+        (1 << 40, {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=65536"}, {}),
+    ],
 )
-def test_a_limit_of_memory_that_stays_is_set_only_with_one_of_blocks_that_come_from_it(most, kept, monkeypatch):
+def test_a_limit_of_memory_that_stays_is_set_with_one_of_blocks_and_none_over_the_users(
+    most, environment, kept, monkeypatch
+):
     """The second by itself holds the first at 128 KB; old glibc refuses more than 32 MB of the first."""
     limits = {}
 
@@ -158,6 +170,8 @@ def test_a_limit_of_memory_that_stays_is_set_only_with_one_of_blocks_that_come_f
         limits.update({name: value} if accepts else {})
         return int(accepts)
 
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(memory.ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=mallopt))
     memory.keep_freed_memory()
     assert limits == kept

@@ -101,7 +101,7 @@ def test_weights_side_by_side_are_saved_as_others_are(tmp_path) -> None:
     assert file.stat().st_size < 1.1 * sum(p.nbytes for p in model.parameters())
 
 
-def test_what_is_not_side_by_side_is_named_and_multiplied_one_by_one(products) -> None:
+def test_what_is_not_side_by_side_is_named_and_multiplied_one_by_one(products, caplog) -> None:
     model = tiny()
     for layer in model.model.layers:
         layer.self_attn.v_proj.weight = layer.self_attn.k_proj.weight
@@ -114,9 +114,12 @@ def test_what_is_not_side_by_side_is_named_and_multiplied_one_by_one(products) -
     made = products(engine)
     same(made[0], expected)
     assert made[1] == 13  # of the first layer gate and up at once
+    assert not caplog.messages
     gate = model.model.layers[0].mlp.gate_proj.weight
     gate.data = gate.data.clone()
     for _ in range(2):
         made = products(engine)
         same(made[0], expected)
         assert made[1] == 14
+    said = [message for message in caplog.messages if message.startswith("decoding multiplies projections of Qwen3For")]
+    assert len(said) == 1

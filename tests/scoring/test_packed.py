@@ -248,6 +248,26 @@ def test_scores_read_off_the_training_forward_are_those_of_separate_scoring(name
         weighted(forward.logprobs()).backward()  # scoring has left the graph whole
 
 
+LATER = {
+    "dropout of attention": ("Qwen3", "model.layers.1.self_attn", "attention_dropout", 0.1),
+    "scale of logits": ("Cohere", "", "logit_scale", 0.3),
+}
+
+
+@pytest.mark.parametrize(("name", "module", "attribute", "value"), LATER.values(), ids=LATER)
+def test_a_change_that_is_found_while_the_device_runs_gives_no_forward(name, module, attribute, value):
+    model = make_model(name).train()
+    packed_forward(model, ROWS)
+    owner = model.get_submodule(module)
+    before = getattr(owner, attribute)
+    setattr(owner, attribute, value)
+    for _ in range(2):
+        with pytest.raises(NotImplementedError, match=name):
+            packed_forward(model, ROWS)
+    setattr(owner, attribute, before)
+    packed_forward(model, ROWS)
+
+
 def test_a_forward_that_cannot_be_continued_says_why():
     model = make_model("Qwen3")
     with pytest.raises(ValueError, match="keep_states must be True"):

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from cfa_kernels import KeptTokens
-from cfa_kernels.model.compiled import compiled_layers, to_compile
+from cfa_kernels.model.compiled import compiled_layers, inside_checkpoints, to_compile
 from cfa_kernels.model.decode_attention import (
     CannotShare,
     StepLayer,
@@ -95,7 +95,7 @@ class Decoder:
         self._graphs: dict[tuple[Any, ...], Callable[[], None]] = {}
         self._pool, self._addresses = None, list[int]()
         self._shares, self._shared = True, SharedPrompts(self._multiple)
-        # `TokenDraw.kept` of C candidates: (R, LOOK, 2, C) of places by remainder of LOOK; (R, 1, 2, C) of one token.
+        # `TokenDraw.kept` of C candidates: (R, t, 2, C) of the places, modulo t, between two looks; t = 1 of one token.
         self._kept, self._looked_at = dict[int | None, Tensor](), torch.zeros(0)
 
     def __call__(
@@ -133,6 +133,8 @@ class Decoder:
         host = [own, uniforms[fill], prompts[0, :, -1:], cached, sharing.length + cached - padding, of_row, ended]
         own, uniforms, *columns = upload(host, next(self._model.parameters()).device)
         width -= sharing.length
+        if self._layers and any(old.keys.dtype != new[0].dtype for old, new in zip(self._layers, fed, strict=True)):
+            self._state, self._shared = None, SharedPrompts(self._multiple)  # the model has been cast
         moved = self._shared.take(fed, prefixes[1], sharing, columns[3].view(-1))
         state = self._state_of(rows, width + length, fed, moved)
         for layer, parts in zip(self._layers, fed, strict=True):
@@ -146,7 +148,7 @@ class Decoder:
         del fed, parts, rest
         record = KeptRecord()
         blocks = getattr(backbone(self._model), "layers", ()) if self._captured else ()
-        caches = dict(zip(blocks, self._layers, strict=False))
+        caches = dict(zip(inside_checkpoints(blocks), self._layers, strict=False))
         together = self.projections.together() if self.projections else nullcontext()
         with together, compiled_layers(to_compile(caches), caches):
             made = self._decode(state, width, length, sampling, record)
@@ -184,9 +186,10 @@ class Decoder:
         made, all_until, candidates = 0, 0, CANDIDATES if deferred else None
         whole, order = state, torch.arange(len(state.token), device=state.token.device)
         while made < length:
-            steps = LOOK if deferred and candidates != sys.maxsize else 1
+            # Between two looks wide draws are kept: 16 of 512 rows would take 268 MB, and thrice that for a moment.
+            steps = 1 if candidates in (None, sys.maxsize) else LOOK if candidates == CANDIDATES else LOOK // 4
             if sampling.cuts and candidates in _WIDER and candidates not in self._kept:
-                size = len(self._layers[0].keys), LOOK, 2, candidates
+                size = len(self._layers[0].keys), steps, 2, candidates
                 self._kept[candidates] = torch.full(size, -1, dtype=torch.int32, device=order.device)
             times, before = min(steps, length - made), (state.token.clone(), state.ended.clone())
             state.place.fill_(width + made)
@@ -225,9 +228,9 @@ class Decoder:
         if not sampling.cuts:
             return torch.cat(flags).tolist(), None
         if kept is None:
-            kept = self._looked_at
+            kept, self._looked_at = self._looked_at, torch.zeros(0)  # freed, as it may be as wide as the vocabulary
         else:
-            kept = kept[:rows, torch.arange(places.start, places.stop, device=order.device) % LOOK]
+            kept = kept[:rows, torch.arange(places.start, places.stop, device=order.device) % kept.shape[1]]
         if kept.shape[3] > CANDIDATES and kept.is_cuda:  # most of it is empty
             order_of = kept[:, :, :1].argsort(-1, descending=True)[..., : int((kept[:, :, 0] >= 0).sum(-1).max())]
             kept = kept.gather(-1, order_of.expand(-1, -1, 2, -1))
@@ -274,7 +277,7 @@ class Decoder:
         token, logprobs, held, kept = draw(scores, uniforms, sampling.temperature, sampling.top_p, candidates)
         if kept is not None and candidates in self._kept:
             store = self._kept[candidates][: len(kept), :, :, : kept.shape[2]]
-            store.index_copy_(1, state.place % LOOK, kept[:, None])
+            store.index_copy_(1, state.place % store.shape[1], kept[:, None])
         elif kept is not None:
             self._looked_at = kept[:, None]
         state.missed.logical_or_((~held & ~state.ended).any())

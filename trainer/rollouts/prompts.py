@@ -1,5 +1,7 @@
 """Feed prompts to a model for their keys and values, and keep those once that several rows of a batch begin with."""
 
+import functools
+import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 
 from cfa_kernels.model.compiled import EAGER
 from cfa_kernels.model.decode_attention import SharedKeys, cache_argument
+from cfa_kernels.model.limits import largest_forward
 from cfa_kernels.model.modes import value_of
 from cfa_kernels.model.tree_forward import packed_hidden, tree_attention_mode
 from cfa_kernels.model.walk import ModelWalk
@@ -18,6 +21,8 @@ from cfa_kernels.ops.upload import upload
 from cfa_kernels.tree.packs import pack_of
 from cfa_kernels.tree.prefix_tree import PrefixTree
 
+_say_once = functools.cache(logging.getLogger(__name__).warning)
+_WHOLE = "prompts are fed whole, although all begin alike: %s scales queries by their place among more than %d rows"
 SHARED_FROM = 256  # tokens; a shorter beginning costs about as much apart as it does once
 KeysValues = tuple[Tensor, Tensor]  # (B, Hkv, W, D), (B, Hkv, W, Dv)
 
@@ -32,18 +37,21 @@ def common_beginning(ids: Tensor, mask: Tensor) -> int:
 def feed(model: PreTrainedModel, ids: Tensor, mask: Tensor, beginning: int) -> list[KeysValues]:
     """Compute each layer's keys and values of prompts (B, W) on the host, padded on the left: whole, or a window's end.
 
-    The forward is one over the padded batch, or over their prefix tree if the `beginning` that all share is long.
+    The forward is one over the padded batch, or over their prefix tree if the `beginning` that all share is long
+    and the model takes so many rows at once.
     """
     device = next(model.parameters()).device
     if beginning >= SHARED_FROM and model._can_set_attn_implementation():
         tree, cache = PrefixTree(), DynamicCache()  # without windows, for all rows
         paths = [tree.insert(row[own]) for row, own in zip(ids.numpy(), mask.numpy().astype(bool), strict=True)]
         index = np.stack([np.pad(path, (ids.shape[1] - len(path), 0)) for path in paths])
-        walk = ModelWalk.of(model)
-        with value_of(EAGER, True), tree_attention_mode(walk):
-            packed_hidden(walk, pack_of(tree), cache=cache)
-        (rows,) = upload([index.astype(np.int64)], device)
-        return [tuple(part[0][:, rows].transpose(0, 1) for part in pair) for pair in _pairs(cache)]  # type: ignore[misc]
+        most = largest_forward(walk := ModelWalk.of(model))
+        if most is None or tree.num_tokens <= most:
+            with value_of(EAGER, True), tree_attention_mode(walk):
+                packed_hidden(walk, pack_of(tree), cache=cache)
+            (rows,) = upload([index.astype(np.int64)], device)
+            return [tuple(part[0][:, rows].transpose(0, 1) for part in pair) for pair in _pairs(cache)]  # type: ignore[misc]
+        _say_once(_WHOLE, type(model).__name__, most)
     cache = DynamicCache(config=model.config)
     ids, mask = upload([ids, mask], device)
     options = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), cache_argument(model): cache}

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DiffLlamaConfig, FalconConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DiffLlamaConfig, FalconConfig, Llama4TextConfig
 
 from cfa_kernels.model import decode_attention
 from tests.support.adapted import PROMPTS, SAMPLED, tiny, tokenizer
@@ -171,6 +171,20 @@ def test_room_for_what_rows_share_is_the_most_places_of_a_call(monkeypatch) -> N
     assert {len(store) for stores in decoder._decode._shared._layers for store in stores} == {4 * 5}
 
 
+def test_a_model_that_is_cast_between_calls_decodes_in_its_new_type(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(prompts_module, "SHARED_FROM", 4)
+    model, prompts = ONE_LAYER(torch.float32), [COMMON, PROMPTS[1]] * 4
+    engine = TransformersEngine(model, tokenizer())
+    engine(prompts, **long_run(4))
+    model.double()
+    expected = by_generate(model, prompts, **long_run(12))
+    ours = engine(prompts, **long_run(12))
+    assert ours.ids() == expected.ids()
+    torch.testing.assert_close(ours.logprobs, expected.logprobs, rtol=0, atol=1e-6)
+    assert engine._decode._shared.shape[1] == 2
+    assert not caplog.messages
+
+
 def test_a_layer_that_does_not_read_shared_keys_is_noticed(monkeypatch, caplog) -> None:
     model, prompts = tiny(), [COMMON, PROMPTS[1]] * 4
     expected = by_generate(model, prompts, **long_run(12))
@@ -235,6 +249,24 @@ def test_a_model_that_attends_in_its_own_way_shares_nothing(config, obstacle, pr
     assert engine(prompts[:1], **GREEDY).texts
 
 
+@pytest.mark.parametrize(("steps", "said"), [(256, 0), (64, 1)], ids=["one forward holds all", "too many rows"])
+def test_a_model_that_scales_queries_by_their_place_takes_a_shared_beginning(steps, said, monkeypatch, caplog) -> None:
+    sizes = SIZES | {"num_hidden_layers": 4, "intermediate_size_mlp": 48, "num_local_experts": 2, "head_dim": 8}
+    config = Llama4TextConfig(**sizes, **HEADS_4, attention_chunk_size=16, floor_scale=steps, pad_token_id=0)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).double().eval()
+    prompts = [[*COMMON, *COMMON, 60 + i, *range(70, 70 + 2 * i)] for i in range(8)]
+    expected = by_generate(model, prompts, **long_run(12))
+    monkeypatch.setattr(prompts_module, "SHARED_FROM", 40)
+    engine = TransformersEngine(model, tokenizer())
+    for _ in range(2):
+        ours = engine(prompts, **long_run(12))
+        assert ours.ids() == expected.ids()
+        torch.testing.assert_close(ours.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    whole = "prompts are fed whole, although all begin alike: Llama4ForCausalLM scales queries by their place"
+    assert sum(message.startswith(whole) for message in caplog.messages) == said
+
+
 def long_run(tokens: int) -> dict:
     """Eight rows that do not end before `tokens`."""
     return SAMPLED | {"keys": [(3, i) for i in range(8)], "max_completion_length": tokens}
@@ -285,12 +317,15 @@ def test_nuclei_larger_than_the_candidates_are_drawn_again_from_more_tokens(wide
     model = tiny()
     model.model.norm.weight.data.mul_(0.02)
     model.generation_config.eos_token_id = [*range(0, 512, 8)]  # the first draws end rows that go on
-    sampled = TransformersEngine(model, tokenizer(), captured=True)(EIGHT, **long_run(40))
+    engine = TransformersEngine(model, tokenizer(), captured=True)
+    sampled = engine(EIGHT, **long_run(40))
     assert sampled.ids() == by_generate(model, EIGHT, **long_run(40)).ids()
     assert max(int(kept.counts.max()) for kept in sampled.kept_tokens) > CANDIDATES
     graphs = [candidates for *_, candidates, _ in replays]
-    assert graphs[:30] == [CANDIDATES] * 15 + [wider] * 15  # those of all tokens are looked at one by one
-    assert graphs[30:] == ([300] * 16 if wider == 300 else [wider] * (len(graphs) - 30)) != []  # again after 16 tokens
+    assert graphs[:18] == [CANDIDATES] * 15 + [wider] * 3  # those of all tokens are looked at one by one
+    assert graphs[18:] == ([300] * 4 if wider == 300 else [wider] * (len(graphs) - 18)) != []  # again after 16 tokens
+    assert {size: kept.shape[1] for size, kept in engine._decode._kept.items()} == {CANDIDATES: 16, wider: 4}
+    assert not engine._decode._looked_at.numel()
 
 
 def test_the_cache_and_the_graphs_stay_until_it_must_grow_or_weights_move(replays, caplog) -> None:
