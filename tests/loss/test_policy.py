@@ -1,4 +1,4 @@
-"""policy_loss on log-probs: corner cases, denominators, clear errors."""
+"""policy_loss on log-probs: derivatives, corner cases, denominators, clear errors."""
 
 import math
 
@@ -29,6 +29,40 @@ def make(dtype=torch.float64, seed=0):
 
 def options_for(loss_type, **more):
     return {"loss_type": loss_type, "max_completion_length": 8, **more}
+
+
+FACTORS = ("cispo", "cispo_two_sided", "dppo", "vespo")  # types with the ratio in a factor of log-probs
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "importance_sampling_level", "corrected"),
+    [
+        (*kind, corrected)
+        for kind in KINDS
+        for corrected in ((False,) if kind[0] in FACTORS else (False, True))
+        if kind[1] != "sequence_token"
+    ],
+)
+def test_gradient_passes_gradcheck(loss_type, importance_sampling_level, corrected):
+    data = {name: tensor[:2] for name, tensor in make().items()}  # an advantage of each sign, and padding
+    weights = torch.rand(2, T, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) * 3
+    entropies = torch.rand(2, T, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    ref = data["logprobs"] + 0.2
+    current = data["logprobs"].detach()
+    by_factor = loss_type in FACTORS
+
+    def loss_of(logprobs, entropies):
+        # the ratio in a factor of log-probs carries no gradient, so finite differences must not move it
+        old = data["old_logprobs"] + (logprobs - current).detach() if by_factor else data["old_logprobs"]
+        return policy_loss(  # weights differ at the sequence level too
+            logprobs, old, data["advantages"], data["mask"], weights=weights, ref_logprobs=ref, beta=0.1, delta=1.5,
+            use_bias_correction_kl=corrected, entropies=entropies, entropy_coef=0.3, validate=False,
+            **options_for(loss_type, importance_sampling_level=importance_sampling_level),
+        )[0]  # fmt: skip
+
+    assert torch.autograd.gradcheck(
+        loss_of, (current.clone().requires_grad_(), entropies.requires_grad_()), atol=1e-7, rtol=1e-6
+    )
 
 
 @KIND
