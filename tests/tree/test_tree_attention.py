@@ -54,6 +54,21 @@ def test_the_reference_equals_dense_attention_along_every_path(rows, heads, valu
 
 
 @pytest.mark.parametrize(
+    ("option", "sunk"),
+    [({}, False), ({"attention_chunk_size": 2}, True), ({"sliding_window": 3, "softcap": 2.0}, True)],
+    ids=["plain", "chunk and sinks", "window, softcap and sinks"],
+)
+def test_the_reference_passes_gradcheck(option, sunk):
+    table, _ = build([[1, 2, 3, 4], [1, 2, 5], [1, 2, 3, 6, 7]])
+    inputs = qkv(table.num_rows, 2, 1, 3, value_dim=2)
+    inputs += [torch.tensor([0.4, -1.0], dtype=torch.float64)] if sunk else []
+    torch.autograd.gradcheck(
+        lambda q, k, v, sinks=None: tree_attention(q, k, v, table, sinks=sinks, **option),
+        [x.requires_grad_() for x in inputs],
+    )
+
+
+@pytest.mark.parametrize(
     ("heads", "dims", "option", "dtypes"),
     [
         ((4, 2), (64, 64), {}, (torch.float32, torch.bfloat16, torch.float16)),

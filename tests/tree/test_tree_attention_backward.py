@@ -1,4 +1,4 @@
-"""Gradients of tree_attention by its kernels equal those of the reference, which are autograd's."""
+"""Gradients of tree_attention by its kernels equal those of the reference, which pass gradcheck."""
 
 from contextlib import contextmanager
 from functools import partial
