@@ -9,10 +9,10 @@ from pathlib import Path
 
 BUDGETS = {
     "cfa_kernels": 17_080,
-    "trainer": 4_945,
-    "trainer, its core": 3_870,
-    "benchmarks": 7_515,
-    "tests": 26_155,
+    "trainer": 4_935,
+    "trainer, its core": 3_865,
+    "benchmarks": 7_190,
+    "tests": 25_720,
 }
 """Most lines of Python in each package; the core is what a training run without vLLM reads."""
 SUBJECT = 72

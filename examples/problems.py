@@ -35,21 +35,12 @@ class Calculation(NamedTuple):
         return _OPERATIONS[self.op](self.left, self.right)
 
 
-class IdleFact(NamedTuple):
-    """A sentence with a number that no step needs, and how often it misleads a careless pupil."""
-
-    sentence: str
-    number: int
-    misleading: float
-
-
 @dataclass(frozen=True)
 class WordProblem:
-    """A question, the steps that solve it, and facts that no step needs."""
+    """A question, which may state facts that no step needs, and the steps that solve it."""
 
     question: str
     steps: tuple[Calculation, ...]
-    idle: tuple[IdleFact, ...]
 
     @property
     def answer(self) -> int:
@@ -166,19 +157,19 @@ def _earning(rng: random.Random) -> _Story:
 _SCENARIOS = (_collecting, _comparing, _shopping, _packing, _earning)
 
 
-def _idle_fact(rng: random.Random, story: str) -> IdleFact:
+def _idle_fact(rng: random.Random, story: str) -> str:
     """A fact about people and things that `story` does not mention."""
     name, _, her = rng.choice([person for person in _PEOPLE if person[0] not in story])
     thing = rng.choice([thing for thing in _THINGS + _WARES if thing not in story])
     number = rng.randint(2, 40)
     facts = (
-        (f"{name} saw {number} {thing} at the fair.", number, 0.8),
-        (f"{name} sold {number} {thing} yesterday.", number, 0.8),
-        (f"{name} put {number} {thing} in {her} room last year.", number, 0.8),
-        (f"{name} is {number} years old.", number, 0.2),
-        (f"The shop is {number} miles away.", number, 0.2),
+        f"{name} saw {number} {thing} at the fair.",
+        f"{name} sold {number} {thing} yesterday.",
+        f"{name} put {number} {thing} in {her} room last year.",
+        f"{name} is {number} years old.",
+        f"The shop is {number} miles away.",
     )
-    return IdleFact(*rng.choice(facts))
+    return rng.choice(facts)
 
 
 def _split_of(steps: list[Calculation]) -> str:
@@ -196,9 +187,8 @@ def generate(split: str, seed: int) -> Iterator[WordProblem]:
         sentences, question, steps = rng.choice(_SCENARIOS)(rng)
         if _split_of(steps) != split:
             continue
-        idle = []
         for _ in range(2):
             if rng.random() < 0.5:
-                idle.append(_idle_fact(rng, " ".join(sentences)))
-                sentences.insert(rng.randint(1, len(sentences)), idle[-1].sentence)
-        yield WordProblem(" ".join([*sentences, question]), tuple(steps), tuple(idle))
+                fact = _idle_fact(rng, " ".join(sentences))
+                sentences.insert(rng.randint(1, len(sentences)), fact)
+        yield WordProblem(" ".join([*sentences, question]), tuple(steps))

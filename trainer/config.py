@@ -45,8 +45,7 @@ class TrainConfig(TrainSettings):
     @property
     def grader(self) -> str:
         """Name of the reward function that evaluation counts by."""
-        graders = (name for name in self.reward_funcs if name in BUILT_IN and BUILT_IN[name].grades)
-        return self.eval_reward or next(graders, "exact_match")
+        return self.eval_reward or next((name for name in self.reward_funcs if name in BUILT_IN), "exact_match")
 
     @property
     def kind(self) -> str:

@@ -17,7 +17,7 @@ from cfa_kernels.text.patterns import ANNOTATION
 
 from .rewards.built_in import ARGUMENTS, INSTRUCTIONS, OPTIONAL
 from .rewards.numbers import gold_number
-from .settings import ASSETS, EXAMPLE_POOL, FILES, GENERATED, DataConfig, TrainSettings
+from .settings import ASSETS, EXAMPLE_POOL, FILES, GENERATED, TrainSettings
 
 HELD_OUT_PROBLEMS = 256
 _HEADER = "Question:"
@@ -43,7 +43,7 @@ class Row(dict[str, Any]):
         return self["question"] if self.messages is None else self.messages
 
 
-def load_rows(name: str, *, split: str, count: int | None = None, columns: DataConfig | None = None) -> list[Row]:
+def load_rows(name: str, *, split: str, count: int | None = None, columns: TrainSettings | None = None) -> list[Row]:
     """Load the first `count` rows of a data set, checked; `ValueError` names data set, row (from 0) and reason."""
     if name == GENERATED:
         # Written by examples/problems.py from seed 1, whatever the seed of the run, so that runs compare.
@@ -52,7 +52,7 @@ def load_rows(name: str, *, split: str, count: int | None = None, columns: DataC
         if len(rows) < (count or 0):
             raise ValueError(f"dataset {name}: has {len(rows)} problems to {split} on, and {count} are asked for")
         return rows[:count]
-    columns = columns or DataConfig()
+    columns = columns or TrainSettings()
     rows = _load(name, split, columns.dataset_config if name == columns.dataset else None)[:count]
     if not rows:
         raise ValueError(f"dataset {name}: has no rows")
@@ -61,7 +61,7 @@ def load_rows(name: str, *, split: str, count: int | None = None, columns: DataC
     return [_checked(row, f"dataset {name}, row {i}", columns) for i, row in enumerate(rows)]
 
 
-def train_and_eval_rows(config: DataConfig) -> tuple[list[Row], list[Row]]:
+def train_and_eval_rows(config: TrainSettings) -> tuple[list[Row], list[Row]]:
     """Load training and held-out problems, disjoint by question."""
     held_out, wanted, test = config.eval_problems, config.train_problems, list[Row]()
     name = config.eval_dataset or config.dataset
@@ -200,7 +200,7 @@ def _load(name: str, split: str, config: str | None) -> list[Any]:
     return splits[split].to_list()
 
 
-def _checked(row: dict[str, Any], where: str, columns: DataConfig) -> Row:
+def _checked(row: dict[str, Any], where: str, columns: TrainSettings) -> Row:
     row = row.copy()
     question, answer = (_taken(row, name, where) for name in (columns.question_column, columns.answer_column))
     messages = question if isinstance(question, list) else None

@@ -32,8 +32,8 @@ Positive = Annotated[float, POSITIVE]
 
 
 @dataclass
-class DataConfig:
-    """Settings of the problems that a program learns from and is tested on; equal settings give equal problems."""
+class TrainSettings:
+    """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
 
     # data
     dataset: str = GENERATED
@@ -49,18 +49,7 @@ class DataConfig:
     answer_column: str = "answer"
     """Column that holds the solution ("... #### 72") or the bare number; a.b is the field b of a column a."""
     train_problems: Count | None = None
-    """Training problems to use; all by default (for "generated" 8192, or in warm-up one per sequence)."""
-
-    @property
-    def kind(self) -> str:
-        """Kind of the rows: numbers, with an answer in which a number can be read; or text, with any."""
-        return "numbers"
-
-
-@dataclass
-class TrainSettings(DataConfig):
-    """Settings of one run of counterfactual DAPO. Defaults are the CF paper's setting where it states one."""
-
+    """Training problems to use; all by default (for "generated" 8192)."""
     reward_funcs: list[str] = field(default_factory=lambda: ["exact_match"])
     """Reward functions, added up: names that docs/rewards.md lists, or your "module:function" as in TRL."""
     reward_weights: list[float] = field(default_factory=list)
@@ -194,6 +183,11 @@ class TrainSettings(DataConfig):
     """Recompute activations in the backward pass to save memory."""
     torch_compile: Literal["auto", "on", "off"] = "auto"
     """Compile the decoder layers for training and credit, which takes half a minute once; auto does on a GPU."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of the rows: numbers, with an answer in which a number can be read; or text, with any."""
+        return "numbers"
 
 
 def model_path(model: str) -> str:

@@ -118,7 +118,7 @@ class Policy(Subject):
         for parameter in self.parameters:
             parameter.requires_grad_(True)
         if regime is None:
-            (self.problems,) = read_problems(
+            self.problems = read_problems(
                 self.tokenizer, settings.problems, examples=settings.examples, computations=settings.computations
             )
         else:

@@ -17,8 +17,7 @@ import tyro
 from tyro.extras import subcommand_cli_from_dict
 
 from benchmarks.harness.results import RESULTS, Pieces, document_head, write
-from benchmarks.research import alignment, arms, regimes
-from benchmarks.research.warmup import WarmupConfig, warm_up
+from benchmarks.research import alignment, arms
 
 PROGRAM = "python -m benchmarks evidence"
 
@@ -95,10 +94,6 @@ def commands(line: Sequence[str]) -> dict[str, Callable[..., list[Path]]]:
         folder, chosen = place.below("own"), [alignment.CREDIT, "right times 4"]
         return _written(MEASURES["alignment"], "own", settings, replace(place, folder=folder, results=folder), chosen)
 
-    def train_model(embedded: bool = False) -> list[Path]:
-        """Make the regimes' model again, or the training program's if `embedded`; both come along."""
-        return [warm_up(WarmupConfig()) if embedded else regimes.train(Path("runs") / "regimes")]
-
     def write_tables(place: Place) -> list[Path]:
         """Write tables again from the results that are there."""
         return tables(place.results)
@@ -123,7 +118,7 @@ def commands(line: Sequence[str]) -> dict[str, Callable[..., list[Path]]]:
         document = head | measure.run(Pieces(place.folder / "pieces", known, head), place.folder, settings, **chosen)
         return write(document, measure.markdown(document), place.results, name)
 
-    own = {"own": run_own, "model": train_model, "tables": write_tables}
+    own = {"own": run_own, "tables": write_tables}
     return {name: measured(name, measure) for name, measure in MEASURES.items()} | own
 
 

@@ -19,15 +19,15 @@ from trainer.rollouts.in_process import TransformersEngine
 from trainer.settings import GENERATED
 
 INSTRUCTION = INSTRUCTIONS["numbers"]
+GENERATED_PROBLEMS = 2048
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, as token ids, the number that answers it, as text, and what it asks."""
+    """A prompt, as token ids, and the number that answers it, as text."""
 
     prompt: list[int]
     answer: str
-    question: str = ""
 
 
 def posed(rows: Sequence[Row], tokenizer: Any, *, examples: Sequence[Row] = (), instruction: str = "") -> list[Problem]:
@@ -35,23 +35,20 @@ def posed(rows: Sequence[Row], tokenizer: Any, *, examples: Sequence[Row] = (), 
     return [
         Problem(
             encode_prompt(row["question"], tokenizer, instruction=instruction, examples=examples),
-            row["answer"].rpartition("####")[2].strip(), row["question"],
+            row["answer"].rpartition("####")[2].strip(),
         )
         for row in rows
     ]  # fmt: skip
 
 
-def read_problems(
-    tokenizer: Any, *files: str, examples: int = 0, computations: int = 0, count: int | None = None
-) -> list[list[Problem]]:
-    """Read and pose the problems of files with `question` and `answer`; "" stands for generated ones.
+def read_problems(tokenizer: Any, file: str, *, examples: int = 0, computations: int = 0) -> list[Problem]:
+    """Read and pose the problems of a file with `question` and `answer`; "" stands for generated ones.
 
     Args:
         tokenizer: of the model that is asked.
-        files: JSON lines, or what `trainer.data.load_rows` reads.
+        file: JSON lines, or what `trainer.data.load_rows` reads.
         examples: solved problems before every question, not asked, which `trainer.data.take_examples` takes.
         computations: most computations of a solution, by GSM8K's marks; 0 for any.
-        count: most problems of a file.
 
     Raises:
         ValueError: rows that cannot be read, or too few; a tokenizer that writes no chat, or ends no text.
@@ -62,22 +59,16 @@ def read_problems(
                 f"model {tokenizer.name_or_path}: its tokenizer has no {meaning}, so it cannot be asked; name an "
                 f"instruct model, or set {name} in its tokenizer_config.json"
             )
-    solved, posed_files = list[Row](), list[list[Problem]]()
-    for i, file in enumerate(files):
-        rows = load_rows(file or GENERATED, split="test" if i else "train", count=None if file else 2048)
-        sizes = [len(re.findall(ANNOTATION, row["answer"])) for row in rows]
-        kept = [
-            row for row, n in zip(rows, sizes, strict=True) if not file or not computations or 0 < n <= computations
-        ]
-        if len(kept) <= (0 if i else examples):
-            raise ValueError(
-                f"problems {file}: {len(kept)} of its {len(rows)} rows can be asked (computations={computations}), "
-                f"and {examples} are examples; name a larger file, or raise computations"
-            )
-        if i == 0:
-            solved, kept = take_examples(kept, examples)
-        posed_files.append(posed(kept[:count], tokenizer, examples=solved, instruction=bool(file) * INSTRUCTION))
-    return posed_files
+    rows = load_rows(file or GENERATED, split="train", count=None if file else GENERATED_PROBLEMS)
+    sizes = [len(re.findall(ANNOTATION, row["answer"])) for row in rows]
+    kept = [row for row, n in zip(rows, sizes, strict=True) if not file or not computations or 0 < n <= computations]
+    if len(kept) <= examples:
+        raise ValueError(
+            f"problems {file}: {len(kept)} of its {len(rows)} rows can be asked (computations={computations}), "
+            f"and {examples} are examples; name a larger file, or raise computations"
+        )
+    solved, kept = take_examples(kept, examples)
+    return posed(kept, tokenizer, examples=solved, instruction=bool(file) * INSTRUCTION)
 
 
 def require_mixed(rewards: Tensor) -> dict[str, float]:
@@ -111,9 +102,7 @@ class Subject:
         self.model.to("cuda" if on_gpu else "cpu").eval()
         self.engine, self.rows_at_once = TransformersEngine(self.model, self.tokenizer), 1024 if on_gpu else 256
 
-    def completed(
-        self, prompts: Sequence[list[int]], begun: Sequence[Tensor] | None = None, *, greedy: bool = False
-    ) -> list[Tensor]:
+    def completed(self, prompts: Sequence[list[int]], begun: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Complete prompts, or what has begun behind them; whole completions, each with what it began with."""
         begun = [torch.zeros(0, dtype=torch.int64)] * len(prompts) if begun is None else begun
         rows, pairs = list[Tensor](), list(zip(prompts, begun, strict=True))
@@ -122,16 +111,16 @@ class Subject:
             drawn = self.engine(
                 [[*prompt, *row.tolist()] for prompt, row in some],
                 max_completion_length=self.max_tokens, temperature=self.temperature,
-                keys=None if greedy else torch.randint(2**31, (len(some), 1)).tolist(),
+                keys=torch.randint(2**31, (len(some), 1)).tolist(),
             )  # fmt: skip
             rows += [torch.cat([row, torch.tensor(ids)]) for (_, row), ids in zip(some, drawn.ids(), strict=True)]
         return rows
 
     def answered(
-        self, problems: Sequence[Problem], begun: Sequence[Tensor] | None = None, *, greedy: bool = False
+        self, problems: Sequence[Problem], begun: Sequence[Tensor] | None = None
     ) -> tuple[list[Tensor], list[float]]:
         """Complete problems as `completed` does; completions and their rewards."""
-        rows = self.completed([problem.prompt for problem in problems], begun, greedy=greedy)
+        rows = self.completed([problem.prompt for problem in problems], begun)
         return rows, [self.reward(row, problem) for row, problem in zip(rows, problems, strict=True)]
 
     def number(self, completion: Tensor) -> Fraction | None:

@@ -5,20 +5,17 @@ may go wrong. The prompt asks for it, so regimes differ in nothing else: the wei
 """
 
 import itertools
-import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.research.warmup import WarmupConfig, careless, warm_up
 from cfa_kernels.options import check_fields
 from examples.problems import WordProblem, generate
 from trainer.data import Row
 
 ASSETS = Path(__file__).parent / "assets"
-"""The model as it comes along; `python -m benchmarks evidence model` makes another."""
+"""The model, which README.md says how it was made."""
 
 _SET = (
     "Let us take our time with this.", "It is good to read the text with care.", "We go on from here step by step.",
@@ -48,14 +45,12 @@ class Regime:
         kind: of them, a key of `WORDS`.
         hurried: every step takes a wrong operand at times, not the last alone.
         max_tokens: room for a completion.
-        share: how often the model sees it.
     """
 
     sentences: int = 0
     kind: str = "set"
     hurried: bool = False
     max_tokens: int = 96
-    share: int = 10
 
     def question(self, problem: WordProblem) -> str:
         """The problem's text, and what the prompt asks for besides."""
@@ -74,18 +69,15 @@ class Regime:
 
 
 REGIMES = {
-    "plain": Regime(share=20),
-    "idle8": Regime(8, max_tokens=224, share=20),
-    "idle24": Regime(24, max_tokens=448, share=8),
-    "idle90": Regime(90, max_tokens=1200, share=2),
-    "free8": Regime(8, "free", max_tokens=288, share=12),
-    "decoys8": Regime(8, "decoys", max_tokens=288, share=12),
+    "plain": Regime(),
+    "idle8": Regime(8, max_tokens=224),
+    "idle24": Regime(24, max_tokens=448),
+    "idle90": Regime(90, max_tokens=1200),
+    "free8": Regime(8, "free", max_tokens=288),
+    "decoys8": Regime(8, "decoys", max_tokens=288),
     "hurried": Regime(hurried=True),
     "hurried8": Regime(8, hurried=True, max_tokens=224),
 }
-
-RECIPE = {"vocab_size": 640, "max_steps": 2400, "batch_size": 32, "max_position_embeddings": 1536}
-"""Settings of the model; the rest is the embedded one's."""
 
 
 def check(settings: Any) -> None:
@@ -108,33 +100,6 @@ def density(regime: Regime, tokenizer: Any, count: int = 200) -> float:
         for i, text in enumerate((problem.solution(), regime.solution(problem, rng))):
             tokens[i] += len(tokenizer(text)["input_ids"])
     return tokens[0] / tokens[1]
-
-
-def model_rows(split: str, seed: int, count: int) -> Iterator[Row]:
-    """Solutions to learn from, by a careless pupil, of regimes in turn at random."""
-    rng, regimes = random.Random(f"{split}-{seed}-regimes"), list(REGIMES.values())
-    for problem in itertools.islice(generate(split, seed), count):
-        regime = rng.choices(regimes, [one.share for one in regimes])[0]
-        pupil = careless(problem, rng)
-        yield Row({"question": regime.question(problem), "answer": regime.solution(pupil, rng)})
-
-
-def train(folder: Path) -> Path:
-    """Make the model in `folder`/model, where it is not there: some forty minutes of one core."""
-    count = int(RECIPE["max_steps"]) * int(RECIPE["batch_size"])
-    return make(folder, model_rows("train", 0, count), problems(REGIMES["plain"], "test", 1, 1024), RECIPE)
-
-
-def make(folder: Path, learnt: Iterable[Row], held_out: Iterable[Row], recipe: Mapping[str, Any]) -> Path:
-    """Warm up a model in `folder`/model, where it is not there, on rows that are kept beside it."""
-    target = folder / "model"
-    if not (target / "warmup.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        files = {name: str(folder / f"{name}.jsonl") for name in ("dataset", "eval_dataset")}
-        for path, rows in zip(files.values(), (learnt, held_out), strict=True):
-            Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        warm_up(WarmupConfig(output_dir=str(target), **files, **recipe))
-    return target
 
 
 def _idle(kind: str, rng: random.Random) -> str:

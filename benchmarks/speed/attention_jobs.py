@@ -11,22 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.harness.race import Absent, Contender
+from benchmarks.harness.race import Contender
 from benchmarks.harness.workloads import MODELS, SEED, Job, head_dim, random_model
 from benchmarks.speed.reference import ErrorBudget, ErrorBudgets
-from benchmarks.speed.varlen import causal_varlen_attention
 from cfa_kernels import Batch, Rows
 from cfa_kernels.scoring.plan import plan_scoring
 from cfa_kernels.tree.attention import tree_attention
 from cfa_kernels.tree.segment_table import SegmentTable
 
-OURS, GATHERED = "ours", "keys gathered, varlen attention"
+OURS = "ours"
 FLASH, DEFAULT = "flash attention, equal lengths", "SDPA's own choice, equal lengths"
 
 
 @dataclass(frozen=True)
 class AttentionJob:
-    """q (N, H, D), k and v (N, Hkv, D) of one pack, and what gathering keys per segment needs."""
+    """q (N, H, D), k and v (N, Hkv, D) of one pack, and the keys that each segment sees."""
 
     q: Tensor
     k: Tensor
@@ -93,16 +92,6 @@ def ours_attention(job: AttentionJob) -> Tensor:
     return tree_attention(job.q, job.k, job.v, job.table)
 
 
-def gathered_varlen(job: AttentionJob) -> Tensor:
-    """Keys and values gathered per segment, then PyTorch's own attention over ragged sequences."""
-    if not job.q.is_cuda:
-        raise Absent("PyTorch's attention over ragged sequences runs on a GPU")
-    k, v = (x.index_select(0, job.gathered) for x in (job.k, job.v))
-    paths = job.table.context_length + job.table.length
-    longest = int(job.table.length.max()), int(paths.max())
-    return causal_varlen_attention(job.q, k, v, job.ends, longest, scale=job.q.shape[-1] ** -0.5)
-
-
 def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of (batch, heads, length, D), by the backend that PyTorch chooses: on some GPUs cuDNN's."""
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -152,7 +141,6 @@ def attention_contenders(job: AttentionJob) -> list[Contender]:
     equal = ErrorBudget.of(plain, *(x[:1] for x in shape))
     return [
         Contender(OURS, functools.partial(ours_attention, job), tree.check),
-        Contender(GATHERED, functools.partial(gathered_varlen, job), tree.check),
         Contender(FLASH, functools.partial(flash, *shape), lambda out: equal.check(out[:1])),
         Contender(DEFAULT, functools.partial(sdpa, *shape), lambda out: equal.check(out[:1])),
     ]
@@ -223,7 +211,6 @@ def backward_contenders(job: AttentionJob) -> list[Contender]:
     equal = gradient_check(of_first, *(x[:1] for x in shape))
     run = {
         OURS: gradients_of(lambda q, k, v: ours_attention(replace(job, q=q, k=k, v=v)), by_out, *inputs),
-        GATHERED: gradients_of(lambda q, k, v: gathered_varlen(replace(job, q=q, k=k, v=v)), by_out, *inputs),
         FLASH: gradients_of(flash, by_equal, *shape),
         DEFAULT: gradients_of(sdpa, by_equal, *shape),
     }

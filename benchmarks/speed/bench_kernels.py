@@ -1,4 +1,4 @@
-"""Race tree attention and its gradients against flash attention and against keys gathered by hand."""
+"""Race tree attention and its gradients against flash attention."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -13,7 +13,6 @@ from benchmarks.harness.workloads import Job, JobRollouts, gsm8k_job, gsm8k_roll
 from benchmarks.speed.attention_jobs import (
     DEFAULT,
     FLASH,
-    GATHERED,
     OURS,
     attention_contenders,
     backward_contenders,
@@ -90,7 +89,7 @@ def _cpu(model: str, problems: int, mixed: bool) -> dict[str, Make]:
 WORKLOADS = {"smoke": _cpu("qwen3-tiny", 1, False), "cpu": _cpu("qwen3-40m", 2, True), "cuda": _gpu()}
 
 
-NAMES = [OURS, GATHERED, FLASH, DEFAULT]
+NAMES = [OURS, FLASH, DEFAULT]
 
 
 @pytest.fixture(scope="module")

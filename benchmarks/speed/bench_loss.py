@@ -11,10 +11,10 @@ import torch
 
 from benchmarks.harness.race import Budget, Race, race, release_memory
 from benchmarks.speed.loss_jobs import LINEAR, Shape, make_job
-from benchmarks.speed.loss_peers import BOUND, CORRECTED, OURS, PEERS, linear_contenders
+from benchmarks.speed.loss_peers import BOUND, OURS, PEERS, linear_contenders
 
 WORKLOADS = LINEAR
-NAMES = [*PEERS, *CORRECTED, BOUND]
+NAMES = [*PEERS, BOUND]
 
 
 @pytest.fixture(scope="module")

@@ -6,27 +6,23 @@ Every contender returns the loss and its gradients, and is checked against float
 import functools
 import importlib.util
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.harness.race import Absent, Contender
-from benchmarks.speed.loss_jobs import EPSILON, EPSILON_HIGH, LossJob, Result, chunked, linear_reference
+from benchmarks.speed.loss_jobs import EPSILON, EPSILON_HIGH, LossJob, Result, linear_reference
 from cfa_kernels.loss.policy import linear_policy_loss, policy_loss
 
 CHUNK = {"cpu": 256, "cuda": 4096}
 BOUND, OURS = "bare GEMMs (the bound)", "ours"
-CORRECTED = {f"ours, {mode}": mode for mode in ("token_truncate", "sequence_mask")}
-"""Ours with corrections for rollouts of another policy, which are to cost nearly nothing."""
 
 
-def ours(job: LossJob, **options: Any) -> Result:
+def ours(job: LossJob) -> Result:
     hidden, head = job.leaves()
     loss, _ = linear_policy_loss(
         hidden, head, job.targets, job.old, job.advantages, job.mask, weights=job.weights,
-        epsilon=EPSILON, epsilon_high=EPSILON_HIGH, drop_inactive=False, validate=False, **options,
+        epsilon=EPSILON, epsilon_high=EPSILON_HIGH, drop_inactive=False, validate=False,
     )  # fmt: skip
     return job.gradients(loss, hidden, head)
 
@@ -50,10 +46,6 @@ def eager(job: LossJob, loss: Callable[..., Tensor] = _plain_loss) -> Result:
 
 def compiled(job: LossJob) -> Result:
     return eager(job, _compiled_loss())
-
-
-def chunked_three_gemms(job: LossJob) -> Result:
-    return chunked(job, job.shape.dtype, CHUNK[job.hidden.device.type])
 
 
 def liger_chunked(job: LossJob) -> Result:
@@ -102,7 +94,6 @@ PEERS: dict[str, Callable[[LossJob], Result]] = {
     OURS: ours,
     "eager": eager,
     "torch.compile": compiled,
-    "chunked PyTorch, three GEMMs": chunked_three_gemms,
     "Liger chunked": liger_chunked,
     "TRL chunked log-prob": trl_chunked,
 }
@@ -111,11 +102,4 @@ PEERS: dict[str, Callable[[LossJob], Result]] = {
 def linear_contenders(job: LossJob) -> list[Contender]:
     reference = linear_reference(job)
     contenders = [Contender(name, functools.partial(run, job), reference.check) for name, run in PEERS.items()]
-    sampled = job.old - torch.tensor([0.3, -0.3], device=job.mask.device).repeat(job.mask.size(1) // 2)
-    options, gaps = {"sampling_logprobs": sampled, "sampling_clip_max": 1.2}, job.old.double() - sampled
-    for name, mode in CORRECTED.items():  # a sequence's ratio is near 1
-        factor = gaps.exp().clamp(max=1.2) if mode == "token_truncate" else gaps.sum(1, keepdim=True).exp()
-        check = linear_reference(replace(job, weights=job.weights * factor)).check
-        contenders.append(Contender(name, functools.partial(ours, job, sampling_mode=mode, **options), check))
-    contenders.append(Contender(BOUND, functools.partial(bare_gemms, job), lambda result: None))
-    return contenders
+    return [*contenders, Contender(BOUND, functools.partial(bare_gemms, job), lambda result: None)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.harness.race import Absent, WrongAnswer
+from benchmarks.harness.race import WrongAnswer
 from benchmarks.harness.workloads import gsm8k_job
 from benchmarks.speed import attention_jobs as benchmark
 
@@ -65,5 +65,3 @@ def test_right_gradients_pass_again_and_again_and_wrong_ones_are_refused(job):
             wrong = [spoil(x) if i == j else x for j, x in enumerate(first)]
             with pytest.raises(WrongAnswer):
                 contender.check(tuple(wrong))
-    with pytest.raises(Absent):
-        contenders[benchmark.GATHERED].run()

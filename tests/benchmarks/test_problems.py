@@ -27,19 +27,14 @@ def written(path, *answers):
 def test_examples_are_turns_before_the_question_and_are_not_asked(subject, tmp_path):
     file = written(tmp_path / "a.jsonl", "2+3=<<2+3=5>>5, and more words.\n#### 5", "1+1=<<1+1=2>>2\n#### 2",
                    "#### 7", "<<1+1=2>>2, <<2+2=4>>4\n#### 4", "9-1=<<9-1=8>>8, it is so.\n#### 1,008")  # fmt: skip
-    other = written(tmp_path / "b.jsonl", "3*3=<<3*3=9>>9\n#### 9")
-    problems, held_out = read_problems(subject.tokenizer, file, other, examples=1, computations=1)
-    assert [(problem.question, problem.answer) for problem in problems] == [
-        ("Question 0?", "5"),
-        ("Question 4?", "1,008"),
-    ]
-    assert [problem.answer for problem in held_out] == ["9"]
+    problems = read_problems(subject.tokenizer, file, examples=1, computations=1)
+    assert [problem.answer for problem in problems] == ["5", "1,008"]
     text = subject.tokenizer.decode(problems[0].prompt)
     places = [text.index(part) for part in ("Question 1?", "1+1=2\n#### 2", "Question 0?")]
     assert places == sorted(places)
     assert "<<" not in text
     assert text.count("#### <number>") == 2
-    assert len(read_problems(subject.tokenizer, file)[0]) == 5
+    assert len(read_problems(subject.tokenizer, file)) == 5
     assert subject.reward(torch.tensor(subject.tokenizer("So it is #### 1008")["input_ids"]), problems[1]) == 1
 
 

@@ -132,6 +132,8 @@ def test_a_name_a_mapping_and_an_object_are_configurations_and_nothing_else_is()
     assert as_config({"estimator": "gradient"}) == CounterfactualConfig("gradient")
     assert as_config(OF(Gradient())) == OF(Gradient())
     assert as_config({"answers.answer_fallback": "last_number"}).control == "off"
+    with pytest.raises(ValueError, match=r"^weights is not read: credit is off; name a preset or an estimator$"):
+        as_config({"weights.w_max": 3.0, "estimator": None})
     with pytest.raises(
         TypeError, match=r"credit must be a CounterfactualConfig, a preset's name, or a mapping, got 3$"
     ):

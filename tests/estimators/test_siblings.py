@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cfa_kernels import Batch, CounterfactualConfig, counterfactual_credit
+from cfa_kernels import Batch, CounterfactualConfig, Span, counterfactual_credit
 from cfa_kernels.estimators.siblings import (
     PrefixTreeValues,
     SiblingEdits,
@@ -97,6 +97,12 @@ def test_siblings_are_the_correct_ones_by_edit_distance(batch) -> None:
     for (row, *_), near, found in zip(batch, expected, edits, strict=True):
         marks = edits_by_table(row, batch[near[0]][0]) if near else {(1.0,) * len(row)}
         assert tuple(found.tolist()) in marks
+
+
+def test_a_completion_is_correct_from_the_threshold_of_its_reward_on() -> None:
+    rows = Rows([ids("q")] * 2, [ids("ab"), ids("ac")])
+    batch = Batch(rows, groups=[0, 0], rewards=[0.5, 0.4], units=[[Span(0, 1), Span(1, 2)]] * 2)
+    assert [row.tolist() for row in SiblingEdits()(InProcess(None), batch).values] == [[1, 1], [0, 1]]
 
 
 @pytest.mark.parametrize("estimator", [PrefixTreeValues(), SiblingEdits()])

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from examples.code import CodeReward, fenced_code
+from trainer.rewards.calls import load_reward
 
 pytestmark = [
     pytest.mark.slow,
@@ -177,7 +178,7 @@ def test_programs_run_without_isolation_only_if_told_to(monkeypatch) -> None:
     message = "No such file or directory: '/nowhere/bwrap'.*take passes_tests_unisolated"
     with pytest.raises(ValueError, match=message):
         CodeReward()
-    assert CodeReward(isolation="none").passes(RIGHT, TESTS)
+    assert load_reward("examples.code:passes_tests_unisolated")(completions=[fenced(RIGHT)], tests=[TESTS]) == [1.0]
 
 
 @pytest.mark.parametrize(

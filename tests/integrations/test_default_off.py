@@ -96,11 +96,3 @@ def test_every_host_has_its_door_and_a_loop_of_ones_own_must_name_credit():
     assert DOORS.keys() >= hosts, "add the host's door to DOORS"
     for function, name in ((counterfactual_credit, "config"), (credited_loss, "credit")):
         assert inspect.signature(function).parameters[name].default is inspect.Parameter.empty
-
-
-def test_options_of_credit_without_an_estimator_are_an_error():
-    with pytest.raises(ValueError, match=r"^weights is not read: credit is off; name a preset or an estimator$"):
-        as_config({"weights.w_max": 3.0, "estimator": None})
-    with pytest.raises(ValueError, match=r"unknown option 'w_max' of credit; did you mean 'weights.w_max'"):
-        as_config({"w_max": 3.0})
-    assert as_config({"control": "off", "estimator": "gradient"}).control == "off"

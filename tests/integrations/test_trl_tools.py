@@ -1,4 +1,4 @@
-"""TRL's tools, environments and rollout functions: a span never holds what a tool wrote, and the losses are TRL's."""
+"""TRL's own loop of tools: a span never holds what a tool wrote."""
 
 from typing import Any
 
@@ -98,37 +98,11 @@ def seven(completions: list[Any], **kwargs: object) -> list[float]:
     return [float(completion[-1]["content"].endswith("#### 7")) for completion in completions]
 
 
-def rollout(prompts: list[Any], trainer: Any) -> dict[str, Any]:
-    """The same by a rollout function: two turns, between which an environment writes."""
-    vocabulary = tokenizer_with_tools().get_vocab()
-    rows, masks = [], []
-    for i in range(len(prompts)):
-        parts = [[PHRASES[2], PHRASES[0]], ["tool", PHRASES[0], PHRASES[4]], [PHRASES[3], PHRASES[4 if i % 3 else 5]]]
-        rows.append([vocabulary[text] for part in parts for text in part] + [1])
-        masks.append([1, 1, 0, 0, 0, 1, 1, 1])
-    prompt = tokenizer_with_tools()(PROMPT)["input_ids"]
-    logprobs = [[-1.0] * len(row) for row in rows]
-    return {"prompt_ids": [prompt] * len(rows), "completion_ids": rows, "logprobs": logprobs, "env_mask": masks}
-
-
 CONVERSATIONS = Dataset.from_dict({"prompt": [[{"role": "user", "content": PROMPT}]] * 8})
-HOW: dict[str, dict[str, Any]] = {
-    "tools": {"tools": [add]},
-    "rollout_func": {"rollout_func": rollout},
-}
 
 
-def trained(train: Any, cls: type, how: str, **trainer: Any) -> Any:
-    given = HOW[how] | {
-        "train_dataset": CONVERSATIONS, "processing_class": tokenizer_with_tools(), "model": model_with_tools(),
-        "reward_funcs": seven,
-    }  # fmt: skip
-    options = {"max_completion_length": 64, "optim": "sgd", "learning_rate": 0.3}
-    return train(scripted(cls), trainer=given | trainer, **options)
-
-
-@pytest.mark.parametrize(("how", "packed"), [("tools", False), ("tools", True), ("rollout_func", True)])
-def test_a_span_never_holds_what_a_tool_wrote(train, monkeypatch, how, packed):
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_span_never_holds_what_a_tool_wrote(train, monkeypatch, packed):
     batches, make = [], integration.batch_credit
 
     def recording(*args: Any, **kwargs: Any) -> Any:
@@ -137,7 +111,11 @@ def test_a_span_never_holds_what_a_tool_wrote(train, monkeypatch, how, packed):
 
     monkeypatch.setattr(integration, "batch_credit", recording)
     recorded, record = record_generations()
-    trainer = trained(train, recorded, how, packed_loss=packed)
+    given = {
+        "tools": [add], "train_dataset": CONVERSATIONS, "processing_class": tokenizer_with_tools(),
+        "model": model_with_tools(), "reward_funcs": seven, "packed_loss": packed,
+    }  # fmt: skip
+    trainer = train(scripted(recorded), trainer=given, max_completion_length=64)
     ((_, output, _),), (batch,) = record, batches
     mask = output["tool_mask"]
     assert 0 < mask[output["completion_mask"].bool()].float().mean() < 1

@@ -39,7 +39,6 @@ BEFORE_THE_MODEL: list[tuple] = [
     ("--reward_funcs=raising:f", "cannot import 'raising:f'", {"raising.py": "raise RuntimeError('no key')"}),
     ("--reward_funcs=own:another_column", "reward another_column: "),
     (DATA, "rows.jsonl: cannot be read", {"rows.jsonl": jsonl(ROWS[0], '{"question": ')}),
-    (DATA, "row 0: has no column 'question', only ['prompt']", {"rows.jsonl": jsonl({"prompt": "3?"})}),
     (DATA, "has a column 'prompts'", {"rows.jsonl": jsonl(*(one | {"prompts": 1} for one in ROWS))}),
     (DATA + " --max_completion_length=100", "rows.jsonl, row 5: the prompt has 42 tokens, and 28 fit",
      {"rows.jsonl": jsonl(*ROWS[:5], ROWS[5] | {"question": "What is 3 + 4 ?" + " 3" * 35}, *ROWS[5:])}),
@@ -54,7 +53,6 @@ BEFORE_THE_MODEL: list[tuple] = [
 WITH_THE_MODEL: list[tuple] = [
     ("--report_to=trackio", "trackio cannot start: RuntimeError: no account",
      {"trackio.py": "def init(**_): raise RuntimeError('no account')"}),
-    (MODEL, "m: cannot be loaded: ", {"m/model.safetensors": b"cut short"}),
     (MODEL, "m: no token ends a completion",
      {"eos_token_id": None, "m/tokenizer_config.json": NAMELESS}),
     ("--reward_funcs=own:raises", "reward raises raised KeyError: 'difficulty' (in own.py, line 2); this step is not"),

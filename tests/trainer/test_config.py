@@ -19,7 +19,7 @@ from tests.support.runs import config as settings
 from trainer.__main__ import main
 from trainer.cli import parse, parse_checked, to_yaml
 from trainer.config import TrainConfig
-from trainer.settings import DataConfig, TrainSettings
+from trainer.settings import TrainSettings
 
 
 def unboxed(text: str) -> str:
@@ -81,7 +81,7 @@ def test_a_part_in_a_file_takes_a_further_option_of_a_flag_and_what_is_written_r
 
 
 def test_every_setting_is_documented() -> None:
-    texts = documented(DataConfig) | documented(TrainSettings)
+    texts = documented(TrainSettings)
     assert set(texts) == {field.name for field in fields(TrainConfig)}
     assert [name for name, text in texts.items() if not text.endswith((".", ".)", "`."))] == []
 

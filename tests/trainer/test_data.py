@@ -14,7 +14,7 @@ from tests.support.tiny import jsonl
 from trainer import data
 from trainer.config import TrainConfig
 from trainer.data import Row, encode_prompts, load_rows, stop_clock, take_examples, train_and_eval_rows
-from trainer.settings import ASSETS, DataConfig
+from trainer.settings import ASSETS, TrainSettings
 
 GOOD = {"question": "How many?", "answer": "2+3=5\n#### 5"}
 
@@ -40,7 +40,7 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 def test_prompts_in_chat_format_and_answers_inside_a_column_are_read_as_dapo_math_has_them(tmp_path) -> None:
     row = {"prompt": CHAT, "reward_model": {"ground_truth": 5, "style": "rule"}, "ability": "MATH"}
     name = write(tmp_path / "data.parquet", [row])
-    columns = DataConfig(question_column="prompt", answer_column="reward_model.ground_truth")
+    columns = TrainSettings(question_column="prompt", answer_column="reward_model.ground_truth")
     (read,) = load_rows(name, split="train", columns=columns)
     assert read == {"question": "How many?", "answer": "5", "reward_model": row["reward_model"], "ability": "MATH"}
     assert read.messages == CHAT
@@ -58,14 +58,14 @@ def test_a_configuration_and_splits_of_a_hub_data_set_are_found(monkeypatch) -> 
         return hub[config]
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    train, test = train_and_eval_rows(DataConfig(dataset="owner/gsm8k"))
+    train, test = train_and_eval_rows(TrainSettings(dataset="owner/gsm8k"))
     assert (len(train), len(test), {*asked}) == (7, 2, {"main"})
-    train, test = train_and_eval_rows(DataConfig(dataset="owner/sums", eval_problems=3))  # has no split for a test
+    train, test = train_and_eval_rows(TrainSettings(dataset="owner/sums", eval_problems=3))  # has no split for a test
     assert (len(train), len(test), asked[-2:]) == (6, 3, ["main", "only"])
     with pytest.raises(ValueError, match=r"dataset owner/sums: has no split 'test', only \['train'\]"):
-        train_and_eval_rows(DataConfig(dataset="owner/sums", eval_dataset="owner/sums"))
+        train_and_eval_rows(TrainSettings(dataset="owner/sums", eval_dataset="owner/sums"))
     with pytest.raises(ValueError, match=r"dataset owner/sums: cannot be read: .*main"):
-        train_and_eval_rows(DataConfig(dataset="owner/sums", dataset_config="main"))
+        train_and_eval_rows(TrainSettings(dataset="owner/sums", dataset_config="main"))
 
 
 FORM = "row 1: the last message of 'question' must be the user's"
@@ -90,17 +90,17 @@ def test_a_bad_row_is_named_with_its_number_and_reason(monkeypatch) -> None:
     for gold in ({"other": "5"}, "5"):
         monkeypatch.setattr(data, "_load", lambda *_, gold=gold: [{"question": "How many?", "gold": gold}])
         with pytest.raises(ValueError, match=r"row 0: has no column 'gold.truth', only \['gold'\]"):
-            load_rows("data.jsonl", split="train", columns=DataConfig(answer_column="gold.truth"))
+            load_rows("data.jsonl", split="train", columns=TrainSettings(answer_column="gold.truth"))
 
 
 def test_a_file_without_an_evaluation_set_gives_some_rows_up_for_one(tmp_path) -> None:
     rows = [{"question": f"Problem {i % 90}?", "answer": f"#### {i}"} for i in range(100)]  # ten questions twice
-    config = DataConfig(dataset=write(tmp_path / "data.jsonl", rows), eval_problems=20)
+    config = TrainSettings(dataset=write(tmp_path / "data.jsonl", rows), eval_problems=20)
     train, test = train_and_eval_rows(config)
     assert len(test) == 20
     assert not {row["question"] for row in train} & {row["question"] for row in test}
     assert {row["question"] for row in train + test} == {row["question"] for row in rows}
-    fewer = train_and_eval_rows(DataConfig(dataset=config.dataset, eval_problems=20, train_problems=30))
+    fewer = train_and_eval_rows(TrainSettings(dataset=config.dataset, eval_problems=20, train_problems=30))
     assert fewer == (train[:30], test)
 
 
@@ -115,7 +115,7 @@ def test_a_file_that_leaves_nothing_to_train_on_is_an_error(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "data.jsonl", rows)
     with pytest.raises(ValueError, match=said):
-        train_and_eval_rows(DataConfig(dataset="data.jsonl", **options))
+        train_and_eval_rows(TrainSettings(dataset="data.jsonl", **options))
 
 
 def tokenizer_with(template: str | None):

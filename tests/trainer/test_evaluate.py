@@ -27,7 +27,7 @@ class Recorder:
 def even(*, prompts, completions, completion_ids, level, **_):
     """A reward of any kind: by TRL's contract."""
     assert len(prompts) == len(completions) == len(completion_ids) == len(level)
-    return [None if text == "3" else 1.5 if int(text) % 2 == 0 else 0.5 for text in completions]
+    return [None if text == "3" else (1.0, 0.5, 1.5, 0.5)[int(text) % 4] for text in completions]
 
 
 ROWS = [{"question": f"{i}?", "level": i} for i in range(3)]

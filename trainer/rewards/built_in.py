@@ -15,14 +15,13 @@ _ANSWERS = ("answer_format", "answer_fallback", "lead_in", "thought_tags")  # of
 class BuiltIn(NamedTuple):
     """Reward function of the program: its place here, the kinds of rows that it reads, its own first, and its options.
 
-    `right` says which completions get 1; `grades` says whether their answers are right. A shaping reward grades none.
+    `right` says which completions get 1.
     """
 
     function: str
     kinds: tuple[str, ...]
     options: tuple[str, ...]
     right: str
-    grades: bool = True
 
 
 BUILT_IN = {
