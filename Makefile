@@ -36,7 +36,7 @@ test-oldest: $(OLDEST)/installed
 # The same with the newest packages of the index, without constraints.txt; set up anew each time.
 test-newest:
 	$(call SET_UP,$(NEWEST),--upgrade)
-	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n 2 --dist loadfile tests/ops $(ON_MODELS)
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n 2 --dist loadfile tests/ops $(ON_MODELS) tests/trainer/rollouts
 
 quick: $(SETUP)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 --dist loadfile --no-loadscope-reorder

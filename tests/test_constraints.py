@@ -60,6 +60,15 @@ def test_an_extra_asks_for_the_oldest_version_that_its_integration_takes(host):
     assert least == Version(oldest)
 
 
+def test_a_machine_without_a_network_is_carried_what_it_may_lack_of_the_requirements():
+    page = (REPOSITORY / "benchmarks" / "README.md").read_text()
+    (there,) = re.findall(r"The machine needs (.+?)\.", page)
+    (carried,) = re.findall(r"--dest carry \\\n(.+)\n", page)
+    brought = {"numpy", "tqdm", "filelock", "safetensors", "pyyaml"}  # by those packages
+    known = {*there.lower().replace(" and ", ", ").split(", "), *carried.split(), *brought}
+    assert _requirements("trainer", "trl").keys() <= known
+
+
 def test_every_extra_is_tried_by_default():
     (tried,) = re.findall(r"set -- (.+)$", (REPOSITORY / ".ci" / "extras").read_text(), re.MULTILINE)
     beside = {"quantised", "mistral", "served"}  # the tests with packages that no extra brings

@@ -1,6 +1,7 @@
 """The host does not wait for the device between packs, nor in a loss: one look at the results, at the end."""
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from cfa_kernels import packed_policy_loss
 from cfa_kernels.estimators import gradient
 from cfa_kernels.loss.ragged import LossBatch
-from cfa_kernels.model import tree_forward
+from cfa_kernels.model import decode_attention, tree_forward
 from cfa_kernels.model.check.verify import check_trainable
 from cfa_kernels.rows import Rows, keyed_generator
 from cfa_kernels.scoring import masked
@@ -17,6 +18,7 @@ from cfa_kernels.scoring.packed import packed_forward
 from cfa_kernels.tree import packs
 from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, score_columns, score_forward
 from tests.support.waits import DEVICE, Waits, a_device, put_on_device
+from trainer.rollouts import decoding, prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.traced]  # one stand-in for a GPU is enough
 
@@ -119,6 +121,32 @@ def test_the_loss_of_a_batch_on_the_host_never_looks(model):
             weights=[row + 1 for row in rows], ref_logprobs=rows, token_budget=120, beta=0.1, validate=False,
         ).loss.backward()  # fmt: skip
         assert_waits(waits)
+
+
+@pytest.mark.parametrize("least", [1000, 4], ids=["prompts apart", "shared"])
+def test_a_token_that_a_graph_would_hold_never_looks(least, model, monkeypatch):
+    """A CUDA graph cannot be captured of what waits."""
+    kernel, captured = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, []
+    monkeypatch.setattr(prompts, "SHARED_FROM", least)
+    monkeypatch.setattr(
+        decode_attention, "_with_logsumexp", lambda q, k, v, bias, scale: kernel(q, k, v, attn_mask=bias, scale=scale)
+    )
+    with a_device() as waits, torch.no_grad():
+
+        def capture(step, pool):
+            waits.seen.clear()
+            with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+                step()
+            assert_waits(waits)
+            captured.append(step)
+            return step, None
+
+        monkeypatch.setattr(decoding, "capture", capture)
+        decoder = decoding.Decoder(put_on_device(model.eval()), captured=True)
+        ids = torch.arange(30).remainder(7).expand(8, -1)
+        sampling = decoding.Sampling(False, 1.0, 0.9, (1,), 0)
+        decoder(ids, torch.ones_like(ids), torch.rand(8, 2).double(), sampling)
+    assert captured
 
 
 @pytest.mark.parametrize("budget", [60, 120])  # with packs that continue others, and without

@@ -100,7 +100,7 @@ class CompiledKind:
             store.write(attention, *mask.kept)
         return out
 
-    def run_token(self, cache: StepLayer, layer: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def run_token(self, cache: StepLayer, layer: Any, hidden: torch.Tensor, /, *args: Any, **kwargs: Any) -> Any:
         """Run a layer of this kind for a token of each row (R, 1, H); `cache` has the layer's keys and values."""
         forward, rows = type(layer).forward, len(hidden)
         if not self.decodes or rows == 1 or any(self._hooks[id(layer)]):
@@ -110,12 +110,13 @@ class CompiledKind:
         for part, dims in zip(parts, ((0, 3), *[(0, 2)] * 4, (0, 3), (0, 1), (0,)), strict=False):
             if part is not None:
                 torch._dynamo.maybe_mark_dynamic(part, dims)
+        shares = cache.shared is not None
+        known = (TorchDynamoException, FailOnRecompileLimitHit) if shares in self._compared else Exception
         try:
             own = {name: cache if isinstance(value, Cache) else value for name, value in kwargs.items()}
             result, reason = self._token(layer, (hidden, *args), own), ""
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+        except known as error:  # at first any: generated code asserts, and kernels refuse, what no compiler foresaw
             result, reason = None, _summary(error)
-        shares = cache.shared is not None
         if result is not None and shares in self._compared:
             return result
         out = forward(layer, hidden, *args, **kwargs)  # what it raises itself is not the compiler's to say

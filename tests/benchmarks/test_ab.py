@@ -45,7 +45,7 @@ def test_all_blocks_run_on_a_cpu(tmp_path, capsys):
         assert line["busy_parts"].keys() == line["idle_parts"].keys() >= {"forward", "loss", "backward"}
         assert 0 < sum(line["busy_parts"].values()) < line["busy_seconds"] * 1.01
     functions = [row["function"] for row in document["parts"]["profile"]["result"]["host"]["credit"]]
-    assert any("(score)" in function for function in functions)
+    assert any("(run_plan)" in function for function in functions)
     whole = {(line["group"], line["name"]): line for line in figures_of(document["parts"]["trainer"])}
     for load in ("six spans", "GSM8K's spans"):
         line, plain = (whole[f"{load}, 400 tokens sampled", name] for name in ("cf", "off"))

@@ -68,9 +68,20 @@ def doubled(graph, inputs):
     return lambda *values: [2 * out if out.is_floating_point() else out for out in run(*values)]
 
 
+def strict(graph, inputs):
+    def run(*values):
+        raise AssertionError("expected size 8==8, stride 1024==128")
+
+    return run
+
+
 @pytest.mark.parametrize(
-    ("backend", "reason"), [(refused, "BackendCompilerFailed"), (doubled, "a token's results differ by")]
-)
+    ("backend", "reason"),
+    [
+        (refused, "BackendCompilerFailed"), (doubled, "a token's results differ by"),
+        (strict, "AssertionError: expected size 8==8"),
+    ],
+)  # fmt: skip
 def test_layers_that_do_not_compile_to_the_same_decode_as_they_are(backend, reason, captured, caplog) -> None:
     plain, model = tiny(), tiny()
     CompiledKind(model.model.layers, backend)
