@@ -78,6 +78,7 @@ class Batch:
     token_budget: int | None = None  # maximum packed tokens per forward; None derives it from free memory
     seed: tuple[int, ...] = ()  # by which draws are keyed, before the row's index
     special_ids: tuple[int, ...] = ()  # ids that end a text or pad a batch, and are not content
+    unread: list[Callable[[], object]] | None = None  # checks of scores that stay on a device; None to read them
 
     def __init__(self, rows: Rows, **columns: Any) -> None:
         check_class(Rows, rows=rows)
@@ -145,7 +146,7 @@ class Batch:
 
 LOSS_COLUMNS = ("weights", "old_logprobs", "ref_logprobs", "sampling_logprobs", "kept_tokens")
 """Columns that only the loss reads."""
-_SETTINGS = ("placeholder", "token_budget", "seed", "special_ids")
+_SETTINGS = ("placeholder", "token_budget", "seed", "special_ids", "unread")
 
 
 def batch_and_options(rows: Rows | Batch, given: Mapping[str, Any]) -> tuple[Batch, dict[str, Any]]:

@@ -72,12 +72,14 @@ def pad_rows(rows: Sequence[Tensor], width: int | None = None, value: float = 0)
     """Pad B tensors (T_b,) of one dtype with `value` at the end, to (B, width); by default as wide as the longest."""
     if not len(rows):
         return torch.zeros(0, width or 0)
-    if width is not None and width < (longest := max(map(len, rows))):
+    longest = max(map(len, rows))
+    width = longest if width is None else width
+    if width < longest:
         raise ValueError(f"width must be at least {longest}, the longest row, got {width}")
     if len(kinds := {str(row.dtype) for row in rows}) > 1:
         raise ValueError(f"rows must share a dtype, got {' and '.join(sorted(kinds))}")
-    padded = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
-    return padded if width is None else torch.nn.functional.pad(padded, (0, width - padded.shape[1]), value=value)
+    padding = rows[0].new_full((width,), value)
+    return torch.cat([part for row in rows for part in (row, padding[len(row) :])]).view(len(rows), width)
 
 
 def row_numbers(rows: Any, count: int) -> list[int]:

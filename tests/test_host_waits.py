@@ -3,20 +3,24 @@
 import warnings
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
-from cfa_kernels import packed_policy_loss
+from cfa_kernels import Batch, CounterfactualConfig, DeferredCredit, credited_loss, packed_policy_loss
 from cfa_kernels.estimators import gradient
 from cfa_kernels.loss.ragged import LossBatch
 from cfa_kernels.model import decode_attention, tree_forward
 from cfa_kernels.model.check.verify import check_trainable
+from cfa_kernels.ops.upload import upload
 from cfa_kernels.rows import Rows, keyed_generator
 from cfa_kernels.scoring import masked
 from cfa_kernels.scoring.access import InProcess
-from cfa_kernels.scoring.packed import packed_forward
+from cfa_kernels.scoring.packed import PackedForward, packed_forward
 from cfa_kernels.tree import packs
+from tests.support.log_prob_hosts import batch_rows
 from tests.support.models import PLACEHOLDER, batch, batch_of, make_model, score_columns, score_forward
+from tests.support.tiny import tiny_tokenizer
 from tests.support.waits import DEVICE, Waits, a_device, put_on_device
 from trainer.rollouts import decoding, prompts
 
@@ -109,6 +113,105 @@ def test_a_training_forward_its_loss_and_backward_look_never_and_its_scores_once
         forward.policy_loss(loss_batch).loss.backward(retain_graph=True)
         sum(row.sum() for row in forward.logprobs()).backward()
         assert_waits(waits)
+
+
+ROWS = batch_rows()
+BATCH = Batch(ROWS, advantages=torch.tensor([1.0, -0.5, 0.3, 0.7, -1.0, 1.0]), token_budget=10_000)
+CF = {"preset": "cf"}
+
+
+def queued(model, options, batch=BATCH, **given):
+    """Credit of six completions, its weights as the loss takes them, and that loss, after its backward."""
+    credit = DeferredCredit(CounterfactualConfig.of(options), tiny_tokenizer(), batch, seed=0, **given)
+    forward = packed_forward(model, ROWS, keep_states=True, token_budget=10_000)
+    credit.by_forward(range(6), forward, queues=True)
+    columns = credit.columns(range(6))
+    loss = forward.policy_loss(LossBatch.of(BATCH, compute_entropy=True, validate=False).credited(**columns)).loss
+    loss.backward()
+    return credit, columns["weights"], loss
+
+
+@pytest.mark.parametrize(
+    "options",
+    [CF, {}, CF | {"control": "inverted", "normalize": "mean", "open_spans": True}, {"estimator.outcome": "mean"}],
+    ids=range(4),
+)
+def test_loss_and_backward_of_masking_are_queued_before_its_scores_are_read(options, monkeypatch):
+    monkeypatch.setattr(PackedForward, "dtype", torch.float32)  # weights of a class of their own count as quantised
+    expected, _, expected_loss = queued(model := checked("Qwen3", vocab_size=20), options)
+    theirs = expected.finished()
+    with a_device() as waits:
+        credit, weights, loss = queued(put_on_device(model), options)
+        assert_waits(waits)
+        ours = credit.finished()
+        assert waits.seen
+        assert all(torch.equal(there.inner, row) for there, row in zip(weights, ours.weights, strict=True))
+        torch.testing.assert_close(loss.inner, expected_loss, rtol=0, atol=1e-4)
+    for name in ("weights", "drop", "base"):
+        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=0, atol=1e-3, equal_nan=True)
+    assert (ours.spans, ours.answers, ours.work) == (theirs.spans, theirs.answers, theirs.work)
+    assert ours.metrics() == pytest.approx(theirs.metrics(), abs=1e-3)
+    assert any((row != 1).any() for row in ours.weights)
+
+
+WEIGHED = BATCH.with_columns(weights=[torch.full((n,), 0.5) for n in ROWS.lengths])
+
+
+@pytest.mark.parametrize(
+    ("options", "batch", "given"),
+    [
+        ({"weights": "bilevel"}, BATCH, {}), ({"estimator.preselect": 0.5}, BATCH, {}),
+        ({"control": "permuted"}, BATCH, {}), (CF, WEIGHED, {}), (CF, BATCH, {"gather": lambda value: [value]}),
+    ],
+    ids=range(5),
+)  # fmt: skip
+def test_scores_are_read_at_once_where_weights_need_the_host(options, batch, given):
+    model = checked("Qwen3", vocab_size=20)
+    with a_device() as waits:
+        credit, weights, _ = queued(put_on_device(model), options, batch, **given)
+        assert_waits(waits, "cpu")
+        assert all(torch.equal(own, row) for own, row in zip(weights, credit.finished().weights, strict=True))
+        assert_waits(waits)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (torch.nan, FloatingPointError, r"completions row \d: the model gave a nan log-prob"),
+        (-torch.inf, ValueError, r"estimator, row \d, unit 0: must be finite, got (nan|inf)"),
+    ],
+)
+def test_scores_that_are_not_finite_are_refused_where_they_are_read(value, error, message, monkeypatch):
+    collect = masked._collect
+
+    def damaged(*read):
+        values, work = collect(*read)
+        return values + upload([np.full(len(values), value, np.float32)], values.device)[0], work
+
+    monkeypatch.setattr(masked, "_collect", damaged)
+    model = checked("Qwen3", vocab_size=20)
+    with a_device() as waits:
+        credit, *_ = queued(put_on_device(model), CF)
+        assert_waits(waits)
+        for ask in (credit.read, lambda: credit.take([0]), credit.finished):  # as often as it is asked
+            with pytest.raises(error, match=message):
+                ask()
+
+
+def test_one_call_reads_scores_after_its_loss_is_queued(monkeypatch):
+    model, seen, loss = checked("Qwen3", vocab_size=20), [], PackedForward.policy_loss
+    with a_device() as waits:
+
+        def policy_loss(*args):
+            result = loss(*args)
+            seen.append(len(waits.seen))
+            return result
+
+        monkeypatch.setattr(PackedForward, "policy_loss", policy_loss)
+        result = credited_loss(put_on_device(model), tiny_tokenizer(), BATCH, credit="cf", validate=False)
+        assert seen == [0]
+        assert waits.seen
+    assert all(row.device.type == "cpu" for row in result.credit.weights)
 
 
 def test_the_loss_of_a_batch_on_the_host_never_looks(model):

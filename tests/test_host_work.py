@@ -106,8 +106,8 @@ def test_the_host_does_little_before_a_launch_and_checks_and_prepares_while_the_
     assert sum(calls.values()) <= BEFORE_A_FORWARD, calls.most_common(20)
     assert not {"check_trainable", "active_noise"} & {*calls}
     prepared, order = cache(lambda: order.append("prepared") or LossBatch.of(batch)), []
-    forward.meanwhile, collect = prepared, masked._collect
-    monkeypatch.setattr(masked, "_collect", lambda *read: order.append("read") or collect(*read))
+    forward.meanwhile, on_host = prepared, packed.on_host
+    monkeypatch.setattr(packed, "on_host", lambda *read: order.append("read") or on_host(*read))
     calls, _ = counted_calls(lambda: forward.score(batch, mask=3), launched)
     assert sum(calls.values()) <= BEFORE_BRANCHES, calls.most_common(20)
     assert not {"ModelState.holds", "LossBatch.of"} & {*calls}

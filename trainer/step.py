@@ -15,7 +15,7 @@ the update are omitted.
 
 import contextlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain, count, groupby, islice
@@ -230,16 +230,20 @@ class Objective:
         if is_due:
             forward.meanwhile = plain
             with self.times.during("update" if credit.config.control == "off" else "credit"):
-                credit.by_forward(index, forward)
-        credited = credit.columns(index)
-        loss, metrics, logprobs = forward.policy_loss(plain().credited(**credited))
+                credit.by_forward(index, forward, queues=True)
+        loss, metrics, logprobs = forward.policy_loss(plain().credited(**credit.columns(index)))
         counted = batch.mask or ()
-        columns = zip(*credited.values(), counted, strict=True)
-        moving = [int(((row != 0) & (own != 0) & one).sum()) for row, own, one in columns]
         if not all(one.all() for one in counted):  # the loss needs no log-probs of an environment's tokens
             pairs = zip(logprobs, counted, strict=True)
             logprobs = [torch.where(one.to(row.device), row, 0.0) for row, one in pairs]
-        return Pass(index, loss, metrics, logprobs, (sum(moving), sum(count > 0 for count in moving)))
+        return Pass(index, loss, metrics, logprobs)
+
+    def moving(self, micro: MicroBatch) -> tuple[int, int]:
+        """Count the tokens of a micro-batch that move the loss, and its rows; reads credit that is queued."""
+        self.credit.read()
+        columns = zip(*self.credit.columns(micro).values(), self.batch.take(micro).mask or (), strict=True)
+        counts = [int(((row != 0) & (own != 0) & one).sum()) for row, own, one in columns]
+        return sum(counts), sum(count > 0 for count in counts)
 
 
 def measure(metrics: Averages, trainer: Trainer, batch: Batch, passes: Sequence[Pass], *, is_sampler: bool) -> None:
@@ -258,9 +262,7 @@ def measure(metrics: Averages, trainer: Trainer, batch: Batch, passes: Sequence[
         metrics.add({name: x for name, x in own.items() if not x.isnan()}, counted_tokens(batch, done.micro), counts)
 
 
-def backward(
-    trainer: Trainer, parts: Sequence[MicroBatch], objective: Callable[[MicroBatch], Pass]
-) -> tuple[list[Pass], Tensor]:
+def backward(trainer: Trainer, parts: Sequence[MicroBatch], objective: Objective) -> tuple[list[Pass], Tensor]:
     """Sum the gradients of micro-batches; return their measurements, on the host, and the norm, on the device.
 
     A micro-batch that the device has no memory for is done in halves of whole groups, as long as its backward has not
@@ -282,9 +284,10 @@ def backward(
         (done.loss * processes.count() if is_shared else done.loss).backward()  # what shares the model averages its own
         norm = gradient_norm(trainer.trained.values())
         passes.append(done._replace(loss=done.loss.detach(), norm=norm))
-    # The one wait for the device in an optimizer step whose weights are known.
+    # The one wait for the device in an optimizer step: scores that are queued are there then.
     there = iter(on_host([leaf for leaf in tree_leaves(passes) if isinstance(leaf, Tensor)]))
-    return tree_map_only(Tensor, lambda _: next(there), passes), norm
+    passes = tree_map_only(Tensor, lambda _: next(there), passes)
+    return [done._replace(moving=objective.moving(done.micro)) if done.micro else done for done in passes], norm
 
 
 def gather_passes(trainer: Trainer, passes: list[Pass], norm: Tensor) -> tuple[list[Pass], Tensor]:

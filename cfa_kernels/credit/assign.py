@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..batch import LOSS_COLUMNS, Batch
 from ..estimators.base import LOG_RATIOS, Importances, OwnFunction
 from ..model.check.accuracy import ACCURACY
+from ..ops.upload import upload
 from ..options import as_numbers
 from ..rows import Rows, check_columns, check_finite, check_floating, keyed_generator, pad_rows, row_numbers
 from ..scoring.access import CAPABILITIES, ModelAccess, as_access
@@ -32,7 +32,7 @@ from .units import (
     target_ids,
     written,
 )
-from .weights import Added, Gather, WeightInputs, normalized_weights, opened, with_draws
+from .weights import Added, Gather, WeightInputs, normalized_weights, opened, side_by_side, with_draws
 
 FIGURES: dict[str, str] = {
     "credit/weight_mean": "mean",
@@ -194,10 +194,10 @@ def counterfactual_credit(
         check_needed(options, batch)
         return batch
 
-    return assign_credit(model, tokenizer, checked, config=options, seed=seed, gather=gather)
+    return queue_credit(model, tokenizer, checked, config=options, seed=seed, gather=gather)[1]()
 
 
-def assign_credit(
+def queue_credit(
     model: nn.Module | ModelAccess,
     tokenizer: Any,
     checked: Callable[[], Batch],
@@ -205,8 +205,14 @@ def assign_credit(
     config: CounterfactualConfig,
     seed: int | Sequence[int],
     gather: Gather | None,
-) -> Credit:
-    """Assign the credit of a batch as `counterfactual_credit` does; `checked` gives it, or raises, in each process."""
+    queues: bool = False,
+) -> tuple[list[Tensor] | None, Callable[[], Credit]]:
+    """Assign the credit of a batch as `counterfactual_credit` does; `checked` gives it, or raises, in each process.
+
+    Returns B tensors (T_b,) of weights where the scores are, if the host has not read these, else None; and a function
+    that gives the credit, or raises what its scores call for. With `queues`, an access that is a `PackedForward` on a
+    device, they are unread if estimator and rule are `on_device`.
+    """
     access = as_access(model)
     try:
         keys = tuple(map(operator.index, seed if isinstance(seed, Iterable) else (seed,)))
@@ -222,16 +228,19 @@ def assign_credit(
         own = own_batch()
         whole, gather = of_all_processes(own, gather), None
 
-    def scored() -> tuple[Batch, dict[int, Reasoning], _Scores]:
+    def scored() -> tuple[Batch, dict[int, Reasoning], _Scores, Callable[[], _Scores] | None]:
         batch = own_batch() if whole is None else whole
         if batch.targets is not None:
             batch = batch.exchanged(targets=target_ids(batch.targets, tokenizer))
         units = find_units(config, tokenizer, batch)
-        return batch, units, _score(config, access, tokenizer, batch, units, keys)
+        return batch, units, *_score(config, access, tokenizer, batch, units, keys, queues)
 
-    batch, units, scores = access.run(scored) if config.asks_model else scored()
+    batch, units, scores, read = access.run(scored) if config.asks_model else scored()
     credit = _weigh(config, tokenizer, batch, units, scores, keys, gather)  # outside of `run`: processes may meet here
-    return credit if whole is None else credit.take([*map(whole.index.index, own.index)])
+    if read is not None:
+        return credit.weights, lambda: _weigh(config, tokenizer, batch, units, read(), keys, gather)
+    credit = credit if whole is None else credit.take([*map(whole.index.index, own.index)])
+    return None, lambda: credit
 
 
 class _RowScores(NamedTuple):
@@ -261,10 +270,14 @@ def _score(
     batch: Batch,
     units: Mapping[int, Reasoning],
     keys: tuple[int, ...],
-) -> _Scores:
-    """Run the estimator on the units of credited rows, and settle what rounding leaves open."""
+    queues: bool,
+) -> tuple[_Scores, Callable[[], _Scores] | None]:
+    """Run the estimator on the units of credited rows, and settle what rounding leaves open.
+
+    Scores that are left on a device have no base, and are followed by a function that reads and checks them.
+    """
     if not config.runs_estimator or not any(row.spans for row in units.values()):
-        return _Scores({}, config.weights is None)
+        return _Scores({}, config.weights is None), None
     capabilities = config.estimator.needs & set(CAPABILITIES)
     for missing in sorted(capabilities - access.capabilities):
         way = type(access).__name__
@@ -273,21 +286,31 @@ def _score(
         )
     model = access.model if capabilities and access.module is not None else None
     rows, part = batch_to_score(config, tokenizer, batch, units, model)
-    part.seed, wanted = keys, [units[b].spans if b in units else [] for b in rows]
+    part.seed, rule = keys, config.weights
+    stays = rule is not None and rule.on_device and config.estimator.on_device and config.control != "permuted"
+    part.unread = [] if queues and stays else None
     result = access.apply(config.estimator, part) if capabilities else config.estimator(access, part)
-    importances = _checked(result, wanted, part.index)
     rounding = 2**0.5 * ACCURACY[access.dtype]  # of a change, which is the difference of two scores
-    bases = [math.nan] * len(rows) if importances.base is None else importances.base.tolist()
-    by_row = {}
-    for b, values, base, answer in zip(rows, importances.values, bases, part.answers, strict=True):
-        by_row[b] = _RowScores(values, values, base)
-        if importances.change_of is not None and answer is not None and len(values):
-            numbers = values.numpy()
-            drops = torch.from_numpy(np.where(np.abs(numbers) > rounding, numbers, np.float32(0)))
-            is_equal = numbers.max() - numbers.min() <= rounding
-            compared = values.mean().expand(len(values)) if is_equal else values
-            by_row[b] = _RowScores(compared, drops, base, max(_MIN_SPREAD, rounding))
-    return _Scores(by_row, importances.signed or config.weights is None, importances.work)
+
+    def settled(importances: Importances) -> _Scores:
+        values, low, high, mean = side_by_side(importances.values)
+        sizes, by_row = [*map(len, importances.values)], {}
+        drops = values.masked_fill(values.abs() <= rounding, 0).split(sizes)
+        compared = torch.where(high - low <= rounding, mean, values).split(sizes)
+        bases = [math.nan] * len(rows) if importances.base is None else importances.base.tolist()
+        columns = zip(rows, importances.values, compared, drops, bases, part.answers, strict=True)
+        for b, own, level, drop, base, answer in columns:
+            is_change, least = importances.change_of is not None and answer is not None, max(_MIN_SPREAD, rounding)
+            by_row[b] = _RowScores(level, drop, base, least) if is_change else _RowScores(own, own, base)
+        return _Scores(by_row, importances.signed or config.weights is None, importances.work)
+
+    def read() -> _Scores:
+        for check in part.unread or ():
+            check()
+        values = torch.cat(result.values).cpu().split([*map(len, result.values)])
+        return settled(_checked(replace(result, values=[*values]), part))
+
+    return (settled(replace(result, base=None)), read) if part.unread else (settled(_checked(result, part)), None)
 
 
 def _weigh(
@@ -303,7 +326,8 @@ def _weigh(
     rule, own, groups = None if scores.signed else config.weights, mean_advantages(batch), groups_of(batch).tolist()
     is_absolute, lengths = rule is not None and rule.absolute, batch.rows.lengths
     is_good = config.target == "gold" or config.estimator.is_reward  # and deserves less of a negative advantage
-    none = _RowScores(torch.zeros(0), torch.zeros(0))
+    some = next(iter(scores.rows.values()), _RowScores(torch.zeros(0), torch.zeros(0)))
+    none = _RowScores(some.importances[:0], some.drops[:0])
     inputs = dict[int, WeightInputs]()
     for b, row in units.items() if config.control != "off" else ():
         score = scores.rows.get(b, none)
@@ -320,9 +344,10 @@ def _weigh(
     lines = (rule or Added())([*inputs.values()], inverted=config.control == "inverted", gather=gather)
     is_signed = config.control != "off" and (rule is None or rule.signed)
     outside = 0.0 if is_signed else 1.0
-    result = [torch.full((length,), outside) for length in lengths]
-    for b, line in zip(inputs, lines, strict=True):
-        result[b] = torch.where(mask := written(batch, b), line, outside)
+    result = [some.drops.new_full((length,), outside) for length in lengths]
+    masks = upload([written(batch, b).numpy() for b in inputs], some.drops.device)
+    for b, line, mask in zip(inputs, lines, masks, strict=True):
+        result[b] = line.masked_fill(~mask, outside)
         if config.normalize and not is_signed:
             result[b] = normalized_weights(result[b], mask)
     signed = None
@@ -335,7 +360,7 @@ def _weigh(
         weights=[torch.ones(length) for length in lengths] if is_signed else result,
         answers=[row.answer for row in reasoning],
         spans=[row.spans for row in reasoning],
-        drop=[scores.rows.get(b, none).drops for b in range(len(batch))],
+        drop=[scores.rows.get(b, none).drops.clone() for b in range(len(batch))],
         base=torch.tensor([scores.rows.get(b, none).base for b in range(len(batch))]),
         work=scores.work,
         advantages=signed,
@@ -344,17 +369,17 @@ def _weigh(
     )
 
 
-def _checked(result: Any, units: Sequence[Sequence[Span]], index: Sequence[int]) -> Importances:
-    """Check the result of an estimator; raises `ValueError` naming row, unit and value."""
+def _checked(result: Any, part: Batch) -> Importances:
+    """Check the result of an estimator for `part`; raises `ValueError` naming row, unit and value."""
     importances = result if isinstance(result, Importances) else Importances(result)
-    if not isinstance(importances.values, list | tuple) or len(importances.values) != len(index):
+    if not isinstance(importances.values, list | tuple) or len(importances.values) != len(part):
         rows: Any = importances.values
         got = f"{len(rows)} rows" if isinstance(rows, list | tuple) else type(rows).__name__
-        raise ValueError(f"estimator: must return Importances, or a row of numbers for each of {len(index)}, got {got}")
+        raise ValueError(f"estimator: must return Importances, or a row of numbers for each of {len(part)}, got {got}")
     values = []
-    for b, row, row_units in zip(index, importances.values, units, strict=True):
+    for b, row, row_units in zip(part.index, importances.values, part.units, strict=True):
         values.append(as_numbers(row, f"estimator, row {b}", f"{len(row_units)} units"))
         if len(values[-1]) != len(row_units):
             raise ValueError(f"estimator, row {b}: gave {len(values[-1])} numbers for {len(row_units)} units")
-    check_finite("estimator,", index, values, of="unit")
+    check_finite("estimator,", part.index, values, of="unit")
     return replace(importances, values=values)

@@ -16,7 +16,7 @@ from ..ops.kept_tokens import KeptTokens
 from ..rows import Rows, row_numbers
 from ..scoring.access import ModelAccess
 from ..scoring.packed import PackedForward, packed_logprobs
-from .assign import Credit, assign_credit
+from .assign import Credit, queue_credit
 from .config import CounterfactualConfig
 from .units import check_needed, credited_rows, written
 from .weights import Gather, normalized_weights
@@ -67,6 +67,7 @@ class DeferredCredit:
         self.parts: list[tuple[list[int], Credit]] = []
         self.seconds = 0.0
         self._gather, self._seed, self._assigned, self._is_reported = gather, seed, set[int](), False
+        self._queued: list[tuple[list[int], list[Tensor] | None, Callable[[], Credit]]] = []  # `parts` to be
 
     def is_due(self, rows: Sequence[int]) -> bool:
         """Whether any of `rows` has no credit yet."""
@@ -84,9 +85,10 @@ class DeferredCredit:
         others = {*range(len(self.batch))}.difference(*forwards)
         return len(forwards) > 1 or any(self.reads(sorted(others)))
 
-    def by_forward(self, rows: Sequence[int], forward: PackedForward) -> None:
+    def by_forward(self, rows: Sequence[int], forward: PackedForward, *, queues: bool = False) -> None:
         """Assign credit to `rows` from their training forward, of `batch.rows.take(rows)`, which kept its states.
 
+        If `queues`, weights may stay on the device until the credit is asked for (`read`); only `columns` gives them.
         If others are compared with them, credit is assigned to all rows, with the forward's model (`compares_beyond`).
         """
         if self.compares_beyond([rows]):
@@ -97,7 +99,8 @@ class DeferredCredit:
                 values = forward.logprobs(self.temperature, return_entropy=True, kept_tokens=batch.kept_tokens)[1]
             return _whole(list(values), batch.rows)
 
-        self._assign(rows, forward, entropies)
+        queues = queues and forward.device.type != "cpu" and self._gather is None and self.batch.weights is None
+        self._assign(rows, forward, entropies, queues)
 
     def by_model(
         self, model: nn.Module | ModelAccess, entropies: Sequence[Tensor] | None = None,
@@ -126,6 +129,7 @@ class DeferredCredit:
         rows: Sequence[int],
         model: nn.Module | ModelAccess,
         entropies: Sequence[Tensor] | Callable[[Batch], Sequence[Tensor]],
+        queues: bool = False,
     ) -> None:
         began, rows = time.perf_counter(), row_numbers(rows, len(self.batch))
         batch = self.batch if rows == [*range(len(self.batch))] else self.batch.take(rows)
@@ -133,25 +137,42 @@ class DeferredCredit:
             batch = batch.with_columns(entropies=entropies)
         elif self.config.reads_entropies and batch.entropies is None:
             batch = batch.with_columns(entropies=entropies(batch))
-        credit = assign_credit(
-            model, self.tokenizer, lambda: batch, config=self.config, seed=self._seed, gather=self._gather
-        )
-        for i, factors in enumerate(batch.weights or ()):
-            weights = credit.weights[i] * factors.to(credit.weights[i])
-            is_scaled = self.config.normalize and credit.advantages is None and (factors != 1).any()
-            credit.weights[i] = normalized_weights(weights, written(batch, i)) if is_scaled else weights
-        self.parts.append((rows, credit))
+        weights, read = queue_credit(
+            model, self.tokenizer, lambda: batch,
+            config=self.config, seed=self._seed, gather=self._gather, queues=queues,
+        )  # fmt: skip
+        self._queued.append((rows, weights, read))
         self._assigned.update(rows)
+        if weights is None:
+            self.read()
         self.seconds += time.perf_counter() - began
+
+    def read(self) -> None:
+        """Read the scores that are queued, which waits for the device; raise what they call for, naming the row."""
+        given = self.batch.weights
+        while self._queued:
+            rows, _, read = self._queued[0]
+            credit = read()
+            for i, factors in enumerate(given[b] for b in rows) if given else ():
+                weights = credit.weights[i] * factors.to(credit.weights[i])
+                is_scaled = self.config.normalize and credit.advantages is None and (factors != 1).any()
+                mask = written(self.batch, rows[i])
+                credit.weights[i] = normalized_weights(weights, mask) if is_scaled else weights
+            self.parts.append((rows, credit))
+            self._queued.pop(0)
 
     def take(self, rows: Sequence[int]) -> Credit:
         """Return the credit of `rows`, which must be assigned."""
+        self.read()
         rows = row_numbers(rows, len(self.batch))
         whole = [credit for own, credit in self.parts if own == rows]  # as a micro-batch asks for its own
         return whole[0] if whole else Credit.joined(self.batch.rows.lengths, self.parts).take(rows)
 
     def columns(self, rows: Sequence[int]) -> dict[str, Any]:
-        """Give the weights of `rows` and the advantages that they multiply, or those of signed credit."""
+        """Give the weights of `rows`, perhaps on the device, and the advantages that they multiply, or signed ones."""
+        queued = [weights for own, weights, _ in self._queued if own == row_numbers(rows, len(self.batch))]
+        if queued:
+            return {"weights": queued[0], "advantages": self._advantages(rows)}
         credit = self.take(rows)
         return {"weights": credit.weights, "advantages": credit.advantages or self._advantages(rows)}
 

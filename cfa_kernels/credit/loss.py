@@ -76,7 +76,7 @@ def credited_loss(
             keep_states=config.continues and scorer is None,
         )
         if scorer is None:
-            assigned.by_forward(every, forward)
+            assigned.by_forward(every, forward, queues=True)
         loss, metrics, logprobs = forward.policy_loss(plain.credited(**assigned.columns(every)))
         found = assigned.take(every)
         return CreditedLoss(loss, {**metrics, **found.metrics(batch.mask)}, logprobs, found)

@@ -3,8 +3,10 @@
 The controls `inverted`, `permuted` and `random` act in between, so every estimator has them.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..ops.row_softmax import FLOAT32_NOISE
+from ..ops.upload import upload
 from ..options import NotNegative, Share, as_numbers, check_class, check_fields
 from ..rows import check_finite, check_floating
 from ..span import Span, span_inside
@@ -58,21 +61,35 @@ def span_weights(
     return weights.to(getattr(drop, "device", "cpu"))
 
 
-def spread_over_tokens(values: Tensor, units: Sequence[Span], length: int) -> Tensor:
-    """Give each token the largest value among its units, (length,) fp32; nan where it has none."""
-    return torch.from_numpy(_spread(values.numpy(), units, length))
+def side_by_side(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Join the importances of B rows, at least one, to (N,); return also its row's least, largest and mean for each."""
+    values = torch.cat([*rows])
+    (lengths,) = upload([np.array([*map(len, rows)])], values.device)
+    reduced = (torch.segment_reduce(values, kind, lengths=lengths, unsafe=True) for kind in ("min", "max", "mean"))
+    low, high, mean = (one.repeat_interleave(lengths, output_size=len(values)) for one in reduced)
+    return values, low, high, mean
 
 
-def _spread(values: np.ndarray, units: Sequence[Span], length: int) -> np.ndarray:
-    tokens = np.full(length, -np.inf, np.float32)
-    if len(units):
-        starts, ends = np.array(units).T
-        sizes = ends - starts
-        owner = np.repeat(np.arange(len(units)), sizes)
-        place = np.arange(len(owner)) + (starts - (np.cumsum(sizes) - sizes))[owner]
-        np.maximum.at(tokens, place, values.astype(np.float32)[owner])
-    tokens[tokens == -np.inf] = np.nan
-    return tokens
+def spread_over_tokens(
+    values: Sequence[Tensor], rows: Sequence["WeightInputs"], outside: float = math.nan, kind: str = "max"
+) -> list[Tensor]:
+    """Give each token of B rows the largest, or `kind="min"`, of its units' values, and `outside` to one of no unit.
+
+    `values` hold one for each unit, split in any way. Returns (T_b,) fp32 each, where they are, without a wait.
+    """
+    if not rows:
+        return []
+    flat = torch.cat([*values]).float()
+    lengths = [row.length for row in rows]
+    offsets = np.repeat(np.cumsum([0, *lengths[:-1]]), [len(row.units) for row in rows])
+    edges = np.fromiter(chain.from_iterable(chain.from_iterable(row.units for row in rows)), np.int64)
+    starts, sizes = edges[::2] + offsets, edges[1::2] - edges[::2]
+    unit_of = np.repeat(np.arange(len(sizes)), sizes)
+    token = np.arange(len(unit_of)) + (starts - (np.cumsum(sizes) - sizes))[unit_of]
+    arrays = [unit_of[np.argsort(token, kind="stable")], np.bincount(token, minlength=sum(lengths))]
+    owners, counts = upload(arrays, flat.device)
+    tokens = torch.segment_reduce(flat.index_select(0, owners), kind, lengths=counts, unsafe=True)
+    return [row.clone() for row in tokens.masked_fill(counts == 0, outside).split(lengths)]
 
 
 def opened(units: Sequence[Span]) -> list[Span]:
@@ -87,8 +104,8 @@ def unit_weight(weights: Tensor, unit: Span) -> float:
 
 def normalized_weights(weights: Tensor, mask: Tensor) -> Tensor:
     """Rescale weights to mean 1 over the tokens of `mask`, unless all are 0 there."""
-    mean = weights[mask].mean() if weights[mask].any() else 1.0
-    return torch.where(mask, weights / mean, weights)
+    mean = weights.masked_fill(~mask, 0).sum() / mask.sum()
+    return torch.where(mask & (mean > 0), weights / mean, weights)
 
 
 def fold_weights(advantages: Tensor, weights: Tensor) -> Tensor:
@@ -130,13 +147,18 @@ class WeightRule:
     absolute: ClassVar[bool] = False  # whether it reads drops: of one sign whatever the advantage, 0 within rounding
     by_group: ClassVar[bool] = False  # whether it compares completions of a group, so that a host needs whole groups
     token_draws: ClassVar[tuple[float, float] | None] = None  # limits of each token's draw; None where units draw
+    on_device: ClassVar[bool] = False  # whether it weighs importances where they are, without a wait
 
     def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
-        """Weigh the tokens of every completion of a batch, (T_b,) fp32 each; `gather` finds the rest of the batch."""
-        return [self.weigh(row, inverted=inverted) for row in rows]
+        """Weigh the tokens of every completion of a batch, (T_b,) fp32 each; `gather` finds the rest of the batch.
+
+        By default a token takes the largest value among its units, by `weigh`; of no unit it weighs 1, or adds 0.
+        """
+        values = [self.weigh(row, inverted=inverted) for row in rows]
+        return spread_over_tokens(values, rows, outside=0.0 if self.signed else 1.0)
 
     def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
-        """Weigh the tokens of one completion, (T,) fp32; tokens of no unit weigh 1."""
+        """Weigh the units of one completion, (K,)."""
         raise NotImplementedError
 
 
@@ -145,6 +167,7 @@ class Range(WeightRule):
     """Rule that maps min-max normalised importances to a range of weights (CF paper, eqs. 6 and 7)."""
 
     name = "range"
+    on_device = True
 
     w_min: NotNegative = 0.5
     """Weight of the least important span of a completion."""
@@ -167,20 +190,27 @@ class Range(WeightRule):
         """Limits of the weight that a token draws: the CF paper's control."""
         return self.w_min, self.w_max
 
-    def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
-        """Weigh the tokens of one completion."""
-        values, weights = row.importances.numpy(), np.ones(row.length, np.float32)
-        if row.are_weights:
-            weights[:] = values
-        elif len(values) and (spread := values.max() - values.min()) > _EQUAL:
-            share = _spread((values - values.min()) / spread, row.units, row.length)
-            whole = self.w_min + (1 - share if inverted else share) * (self.w_max - self.w_min)
-            least = row.min_spread if self.min_spread is None else self.min_spread
-            nearer = spread / least if spread < least else 1.0
-            weights = np.where(np.isnan(share), weights, 1 + (whole - 1) * nearer if nearer < 1 else whole)
-        if row.answer is not None:
-            weights[slice(*row.answer)] = self.w_answer
-        return torch.from_numpy(weights.astype(np.float32, copy=False))
+    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
+        """Weigh the tokens of every completion."""
+        drawn = [row.importances.clone() for row in rows if row.are_weights]
+        lines = drawn or (self._by_units(rows, inverted) if rows else [])
+        for row, line in zip(rows, lines, strict=True):
+            if row.answer is not None:
+                line[slice(*row.answer)].fill_(self.w_answer)
+        return lines
+
+    def _by_units(self, rows: Sequence[WeightInputs], inverted: bool) -> list[Tensor]:
+        values, low, high, _ = side_by_side([row.importances for row in rows])
+        given = [row.min_spread if self.min_spread is None else self.min_spread for row in rows]
+        sizes = [len(row.importances) for row in rows]
+        (least,) = upload([np.repeat(np.array(given, np.float32), sizes)], values.device)
+        spread = high - low
+        share = (values - low) / spread
+        weights = self.w_min + (1 - share if inverted else share) * (self.w_max - self.w_min)
+        nearer = spread / least  # without a least spread inf, or nan
+        weights = torch.where(nearer < 1, 1 + (weights - 1) * nearer, weights)
+        weights = weights.masked_fill(~(spread > _EQUAL), 1)
+        return spread_over_tokens([weights], rows, outside=1.0, kind="min" if inverted else "max")
 
 
 @dataclass(frozen=True)
@@ -204,11 +234,13 @@ class Bilevel(WeightRule):
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
-        """Weigh the tokens of one completion."""
-        weights = torch.ones(row.length)
-        tokens = spread_over_tokens(row.importances.clamp(min=0).log1p(), row.units, row.length)
-        covered = ~tokens.isnan()
+    def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
+        """Weigh the tokens of every completion."""
+        spread = spread_over_tokens([row.importances.clamp(min=0).log1p() for row in rows], rows)
+        return [self._of_tokens(tokens, inverted) for tokens in spread]
+
+    def _of_tokens(self, tokens: Tensor, inverted: bool) -> Tensor:
+        weights, covered = torch.ones(len(tokens)), ~tokens.isnan()
         values = tokens[covered].double()
         if not len(values) or (spread := values.max() - values.min()) <= torch.finfo(torch.float32).tiny:
             return weights
@@ -237,7 +269,7 @@ class TopShare(WeightRule):
 
     def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
         """Weigh all completions, those of other processes too, by one threshold, as TRL's `top_entropy_quantile`."""
-        spread = [spread_over_tokens(row.importances, row.units, row.length) for row in rows]
+        spread = spread_over_tokens([row.importances for row in rows], rows)
         tokens = torch.cat([torch.zeros(0), *(row[~row.isnan()] for row in spread)])
         tokens = tokens if gather is None else torch.cat(gather(tokens))
         # torch.quantile takes 2**24 values at most.
@@ -256,8 +288,7 @@ class Identity(WeightRule):
         row = _inverted(row, inverted)
         for k in (row.importances < 0).nonzero().flatten().tolist():
             raise ValueError(f"importances, unit {k}: as a weight it must be >= 0, got {row.importances[k].item()}")
-        spread = spread_over_tokens(row.importances, row.units, row.length)
-        return torch.where(spread.isnan(), 1.0, spread)
+        return row.importances
 
 
 @dataclass(frozen=True)
@@ -279,15 +310,14 @@ class Redistribute(WeightRule):
         check_fields(self)
 
     def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
-        """Compute what is added to the advantages of one completion; 0 on tokens of no unit."""
+        """Compute what is added to the advantages of each unit of one completion."""
         values = row.importances.double() * (-1 if inverted else 1)
         if not len(values) or (spread := (row.importances.max() - row.importances.min()).item()) <= _EQUAL:
-            return torch.zeros(row.length)
+            return torch.zeros(len(values))
         sizes = torch.tensor([unit.end - unit.start for unit in row.units], dtype=torch.float64)
         values = values - (sizes @ values) / sizes.sum()
         share = min(1.0, spread / row.min_spread) if row.min_spread else 1.0
-        values = values / values.abs().max() * (self.strength * row.advantage * share)
-        return spread_over_tokens(values, row.units, row.length).nan_to_num(nan=0.0)
+        return values / values.abs().max() * (self.strength * row.advantage * share)
 
 
 @dataclass(frozen=True)
@@ -310,7 +340,7 @@ class SignGate(WeightRule):
 
     def __call__(self, rows: Sequence[WeightInputs], *, inverted: bool, gather: Gather | None = None) -> list[Tensor]:
         """Compute what is added to the advantages; 0 on tokens of no unit. Each process has whole groups."""
-        added, groups = [torch.zeros(row.length) for row in rows], [row.group for row in rows]
+        added, groups = [torch.zeros(len(row.importances)) for row in rows], [row.group for row in rows]
         for group in dict.fromkeys(groups):
             inside = [i for i, own in enumerate(groups) if own == group]
             sizes = [len(rows[i].importances) for i in inside]
@@ -321,8 +351,8 @@ class SignGate(WeightRule):
             scaled = (bounded - bounded.mean()) / (bounded.std() + _EQUAL)
             gated = torch.from_numpy(self.strength * scaled * (scaled * values > 0)).split(sizes)
             for i, own in zip(inside, gated, strict=True):
-                added[i] = spread_over_tokens(own, rows[i].units, rows[i].length).nan_to_num(nan=0.0)
-        return added
+                added[i] = own.float()
+        return spread_over_tokens(added, rows, outside=0.0)
 
 
 @dataclass(frozen=True)
@@ -333,9 +363,8 @@ class Added(WeightRule):
     signed = True
 
     def weigh(self, row: WeightInputs, *, inverted: bool) -> Tensor:
-        """Take every importance, or its opposite, as the addition to its unit's advantage; 0 on tokens of no unit."""
-        values = -row.importances if inverted else row.importances
-        return spread_over_tokens(values, row.units, row.length).nan_to_num(nan=0.0)
+        """Take every importance, or its opposite, as the addition to its unit's advantage."""
+        return -row.importances if inverted else row.importances
 
 
 @dataclass(frozen=True)

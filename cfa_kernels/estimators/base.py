@@ -54,6 +54,7 @@ class Estimator:
     needs: ClassVar[frozenset[str]] = frozenset()  # names of `NEEDS` that must be met
     continues: ClassVar[bool] = False  # whether its queries continue completions that a training forward has fed
     observes: ClassVar[bool] = False  # whether it scores a turn together with the observation that follows it
+    on_device: ClassVar[bool] = False  # whether it may leave importances, with a base, where scores are
     is_reward: ClassVar[bool] = False  # whether high importances mean good units, also where the answer is wrong
 
     def __call__(self, access: ModelAccess, batch: Batch) -> Importances:

@@ -24,7 +24,7 @@ class Masking(Estimator):
     """Mask each unit and see how the answer moves (CF paper, eq. 3; with tokens for units the OAR paper's OAR-P)."""
 
     name = "masking"
-    continues = True
+    continues = on_device = True
 
     outcome: Outcome = "logprob"
     """Outcome to compare: "logprob" or "mean_logprob" of the answer, or by KL divergence the distribution of its first
@@ -77,9 +77,8 @@ class Masking(Estimator):
             check_finite(f"preselect_by={self.preselect_by!r},", batch.index, estimate.values, of="unit")
             some = [top_units(row.abs(), self.preselect) for row in estimate.values]
             work = estimate.work or work
-            part = batch.exchanged(
-                units=[[units[k] for k in row] for units, row in zip(batch.units, some, strict=True)]
-            )
+            chosen = [[units[k] for k in row] for units, row in zip(batch.units, some, strict=True)]
+            part = batch.exchanged(units=chosen, unread=None)  # their scores are put among others on the host
         mask = "drop" if self.mask == "drop" else None
         scores = access.score(part, mask=mask, outcome=self.outcome, merge_adapters=self.merge_adapters)  # type: ignore[arg-type]
         values = [drop.float() for drop in scores.drop]

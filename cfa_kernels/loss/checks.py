@@ -125,6 +125,7 @@ def check_weights(weights: Tensor | None, keep: Tensor, options: LossOptions) ->
     """Raise `ValueError` for weights (B, T) that differ within a row of `keep` if only their sum acts."""
     if weights is None or not weights_sequences(options.loss_type, options.importance_sampling_level):
         return
+    keep = keep.to(weights.device)
     low, high = weights.masked_fill(~keep, math.inf).amin(1), weights.masked_fill(~keep, -math.inf).amax(1)
     if (low < high).any():
         row = int((low < high).nonzero()[0])

@@ -54,7 +54,7 @@ class LossBatch:
         return LossBatch._of(batch.index, columns, kept, options)
 
     def credited(self, **columns: Any) -> "LossBatch":
-        """Exchange `weights` and `advantages` for those of credit, (B,) or B tensors (T_b,) each."""
+        """Exchange `weights`, perhaps on the device by now, and `advantages` for credit's, (B,) or B tensors (T_b,)."""
         padded = _padded(self.columns["mask"].shape[1], columns)
         return LossBatch._of(self.index, self.columns | padded, self.kept_tokens, self.options)
 
@@ -62,11 +62,13 @@ class LossBatch:
     def _of(
         index: Sequence[int], columns: dict[str, Tensor], kept: list[KeptTokens] | None, options: dict[str, Any]
     ) -> "LossBatch":
-        loss, width = options["loss_options"], columns["mask"].shape[1]
-        check_weights(columns.get("weights"), columns["mask"], loss)
+        loss, width, weights = options["loss_options"], columns["mask"].shape[1], columns.get("weights")
+        check_weights(weights, columns["mask"], loss)
+        if weights is not None and weights.device != columns["mask"].device:
+            weights = None  # unread: what is needed without weights is enough
         advantages = columns["advantages"]
         advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
-        tokens = Tokens(None, advantages, columns.get("weights"), None, None, columns["mask"])
+        tokens = Tokens(None, advantages, weights, None, None, columns["mask"])
         counts, moves = (contributing(tokens, joins_tokens=loss.joins_tokens, every=every) for every in (True, False))
         bonus = isinstance(loss.entropy_coef, Tensor) or loss.entropy_coef != 0
         trained = counts if "ref_logprobs" in columns or bonus else moves
@@ -92,9 +94,10 @@ class LossBatch:
         if (old := columns.get("old_logprobs")) is not None:  # tokens that no earlier loss needed were never scored
             columns["old_logprobs"] = torch.zeros_like(old)
             columns["old_logprobs"].view(-1)[self.needed_tokens] = old.view(-1)[self.needed_tokens]
-        there = upload([*columns.values(), *others], device)
+        here = {name: column for name, column in columns.items() if column.device.type == "cpu"}
+        there = upload([*here.values(), *others], device)
         absent: dict[str, Tensor | None] = dict.fromkeys(("old_logprobs", "weights", *_LOGPROBS))
-        return absent | dict(zip(columns, there, strict=False)), there[len(columns) :]
+        return absent | columns | dict(zip(here, there, strict=False)), there[len(here) :]
 
 
 def _padded(width: int, columns: Mapping[str, Any]) -> dict[str, Tensor]:

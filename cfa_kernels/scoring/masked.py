@@ -113,7 +113,7 @@ def score_batch(
     walk = ModelWalk.of(model)
     plan = plan_scoring(walk, batch, outcome, mask)
     values, work = run_plan(walk, check_supported(walk), plan, plan.packs(), merge_adapters=merge_adapters)
-    return collect_scores(values, plan.sizes, batch, outcome, work)
+    return collect_scores(on_host(values, plan), plan.sizes, batch, outcome, work)
 
 
 def query_logprobs(
@@ -135,7 +135,7 @@ def query_logprobs(
         walk = ModelWalk.of(causal_lm(model))
         plan = plan_queries(walk, bundles, index=index, groups=groups, token_budget=token_budget)
         values, work = run_plan(walk, check_supported(walk), plan, plan.packs())
-        return collect_logprobs(values, plan), work
+        return collect_logprobs(on_host(values, plan), plan), work
 
     return run_inside(model, body)
 
@@ -158,10 +158,10 @@ def run_plan(
     merge_adapters: bool = False,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> tuple[Tensor, ScoringWork]:
-    """Feed packs that answer the queries of `plan`, smaller ones where memory ends; return values in order, and work.
+    """Feed packs that answer the queries of `plan`, smaller ones where memory ends; queue values in order, count work.
 
     A pack may continue one of `trunks`, given with their hidden states, keys and values, or a pack without queries.
-    `meanwhile` is called while the device runs, before its values are read, and also if a forward raises.
+    `meanwhile` is called while the device runs, and also if a forward raises. `on_host` reads the values.
     """
     divergences, given = Divergences(head), trunks or {}
     states = dict(given)
@@ -198,7 +198,7 @@ def run_plan(
 
 
 def _collect(plan: QueryPlan, readings: Sequence[_Reading]) -> tuple[Tensor, ScoringWork]:
-    """Copy the values of all queries to the host, in order, by one copy that waits for the device; count the work."""
+    """Put the values of all queries in order, on their device; count the work."""
     work = ScoringWork(
         forwards=len([one for one in readings if one.pack.num_tokens]),
         tokens_fed=sum(one.pack.num_tokens for one in readings),
@@ -210,12 +210,18 @@ def _collect(plan: QueryPlan, readings: Sequence[_Reading]) -> tuple[Tensor, Sco
     index = np.concatenate([one.order + end - len(one.values) for one, end in zip(readings, ends, strict=True)])
     query_of = np.concatenate([np.array(one.pack.queries, dtype=np.int64) for one in readings])
     order = np.argsort(np.repeat(query_of, np.array(plan.sizes)[query_of]), kind="stable")
-    values = torch.cat([one.values for one in readings]).cpu()[torch.from_numpy(index[order])]
+    values = torch.cat([one.values for one in readings])
+    return values.index_select(0, *upload([index[order]], values.device)), work
+
+
+def on_host(values: Tensor, plan: QueryPlan) -> Tensor:
+    """Copy the values of a plan to the host, which waits for the device; raise `FloatingPointError` for a nan."""
+    values = values.cpu()
     if (bad := torch.isnan(values)).any():
         number = np.searchsorted(np.cumsum(plan.sizes), int(bad.nonzero()[0]), side="right")
         row = plan.index[plan.bundle_of[int(number)]]
         raise FloatingPointError(f"completions row {row}: the model gave a nan log-prob")
-    return values, work
+    return values
 
 
 def collect_logprobs(values: Tensor, plan: QueryPlan) -> list[list[Tensor]]:
@@ -227,16 +233,18 @@ def collect_logprobs(values: Tensor, plan: QueryPlan) -> list[list[Tensor]]:
 def collect_scores(
     values: Tensor, sizes: Sequence[int], batch: Batch, outcome: Outcome, work: ScoringWork
 ) -> CounterfactualScores:
-    """Put the values of the queries of a batch, `sizes` of them each, together to answer scores."""
-    reduction = "mean" if outcome == "mean_logprob" else "sum"
-    scores = torch.segment_reduce(values, reduction, lengths=torch.tensor(sizes)) if len(sizes) else values
-    scores = torch.cat([scores, scores.new_full((1,), float("nan"))])  # the last is that of a row without an answer
-    base_of, branch_of, queries = [], [], count()  # of each row, and of each span: its index in the scores
+    """Put the values of the queries of a batch, `sizes` of them each, together to answer scores, where they are."""
+    base_of, branch_of, queries, absent = [], [], count(), len(sizes)  # of each row, and of each span: a score's index
     for row in batch.scored_rows:
-        base_of.append(-1 if row.answer is None else next(queries))
+        base_of.append(absent if row.answer is None else next(queries))
         # A span after the answer masks nothing that the answer depends on: it scores as the base itself.
         branch_of += [next(queries) if masks else base_of[-1] for masks in row.masks_something]
     spans = [len(row.spans) for row in batch.scored_rows]
-    base, masked = scores[base_of], scores[branch_of]
-    drop = base.repeat_interleave(torch.tensor(spans, dtype=torch.int64)) - masked
+    arrays = [np.array(one, np.int64) for one in (sizes, base_of, branch_of, np.repeat(base_of, spans))]
+    lengths, own, branches, before = upload(arrays, values.device)
+    reduction = "mean" if outcome == "mean_logprob" else "sum"
+    scores = torch.segment_reduce(values, reduction, lengths=lengths, unsafe=True) if len(sizes) else values
+    scores = torch.cat([scores, scores.new_full((1,), float("nan"))])  # the last is that of a row without an answer
+    base, masked = scores.index_select(0, own), scores.index_select(0, branches)
+    drop = scores.index_select(0, before) - masked
     return CounterfactualScores(base, list(masked.split(spans)), list(drop.split(spans)), work)

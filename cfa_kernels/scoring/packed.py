@@ -42,6 +42,7 @@ from .masked import (
     ScoringWork,
     collect_logprobs,
     collect_scores,
+    on_host,
     query_logprobs,
     run_plan,
     score_batch,
@@ -292,7 +293,8 @@ class PackedForward(InProcess):
 
         With `merge_adapters` the unmasked answer is a branch too: its rows are fed again, so that the same weights give
         both log-probs of a drop. Layers that carry a state, and rotary frequencies that follow a forward's longest
-        sequence, take forwards of their own. Raises `RuntimeError` if a weight or adapter has changed since.
+        sequence, take forwards of their own. Raises `RuntimeError` if a weight or adapter has changed since. Scores
+        stay on the device if `batch.unread` is a list, which then gets the check of their values.
         """
         walk = self._kept_walk()
         if stands_alone(walk):
@@ -309,6 +311,10 @@ class PackedForward(InProcess):
             pairs = zip(plan.queries, plan.bundle_of, strict=True)
             plan = replace(plan, queries=[_fed_again(query, trunks[bundle]) for query, bundle in pairs])
         values, work = self._run(walk, plan, trunks, merge_adapters)
+        if batch.unread is None:
+            values = on_host(values, plan)
+        else:
+            batch.unread.append(lambda: on_host(values, plan))
         return collect_scores(values, plan.sizes, batch, outcome, work)
 
     def _own_rows(self, rows: Rows) -> list[int]:
@@ -329,7 +335,7 @@ class PackedForward(InProcess):
         plan = plan_queries(walk, bundles, **options)
         trunks = [self._nearest(plan.queries[b[0]].tokens) if b else None for b in plan.bundles]
         values, work = self._run(walk, plan, trunks)
-        return collect_logprobs(values, plan), work
+        return collect_logprobs(on_host(values, plan), plan), work
 
     def _kept_walk(self) -> ModelWalk:
         if self._model is None or self._walk is None:

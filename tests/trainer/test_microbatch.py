@@ -22,8 +22,16 @@ def test_rows_without_advantage_are_not_fed_unless_the_kl_term_needs_them(traine
     assert fed(settings("--token_budget=100000", "--beta=0.1")) == [[*range(32)]]
 
 
-@pytest.mark.parametrize(("credit", "looks"), [(["--credit=none"], 0), (["--credit=cf", "--spans.max_spans=1"], 1)])
-def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before_a_step(fresh, rollouts, credit, looks):
+@pytest.mark.parametrize(
+    ("credit", "before", "after"),  # of each micro-batch
+    [
+        (["--credit=none"], [], []), (["--credit=cf", "--spans.max_spans=1"], [], ["masked.py", *["assign.py"] * 2]),
+        (["--credit=cf", "--spans.max_spans=1", "--weights=bilevel"], ["masked.py"], []),
+    ],
+)  # fmt: skip
+def test_the_host_looks_once_before_a_step_and_at_scores_before_a_backward_only_where_a_rule_needs_it(
+    fresh, rollouts, credit, before, after
+):
     ratios = "--importance_sampling_clip_max=3"
     trainer = fresh("--no_use_peft", "--token_budget=1", ratios, *credit)
     with a_device() as waits:
@@ -35,7 +43,7 @@ def test_the_host_looks_at_each_micro_batch_for_its_scores_alone_and_once_before
         updated(trainer, rollouts)
         seen = [where.split(" at ")[1].split(":")[0] for where in waits.seen]
     parts = micro_batches(trainer.config, all_counted(rollouts), trainer.policy)
-    assert seen == [*["masked.py"] * (looks * len(parts)), "step.py"], waits.seen
+    assert seen == [*before * len(parts), "step.py", *after * len(parts)], waits.seen
     assert len(parts) == 2
 
 
