@@ -80,6 +80,6 @@ class HeadGradients:
 
 
 def _hidden_gradient(by_logits: Tensor, head: Tensor, out: Tensor) -> Tensor:
-    if by_logits.dtype == torch.bfloat16 and by_logits.device.type == "cpu" and by_logits.size(1) % 2:
-        by_logits = by_logits.contiguous()  # oneDNN on AMX also multiplies what follows rows of odd length: maybe nan
+    if by_logits.dtype == torch.bfloat16 and by_logits.device.type == "cpu" and by_logits.size(1) % 32:
+        by_logits = by_logits.contiguous()  # oneDNN on AMX multiplies tiles of 32, also what follows a row: maybe nan
     return multiply(by_logits, head, out)
