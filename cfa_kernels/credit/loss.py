@@ -52,7 +52,8 @@ def credited_loss(
         seed: as in `counterfactual_credit`.
         token_budget: maximum tokens of each forward, or the batch's own if that is less; default by free memory. That
             of the configuration also limits credit's own forwards.
-        **options: columns of `Batch` by name, `advantages` among them, and options of `linear_policy_loss`.
+        **options: columns of `Batch` by name, `advantages` among them, and options of `linear_policy_loss`. `weights`
+            multiply those of credit before these are normalised.
     """
     causal, config = causal_lm(model), as_config(credit)
 
