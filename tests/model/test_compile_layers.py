@@ -13,6 +13,7 @@ from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 
 from cfa_kernels import Rows, Span, packed_forward, packed_policy_loss
+from cfa_kernels.model import lora
 from cfa_kernels.model.compile_layers import compile_layers
 from cfa_kernels.model.limits import kept_per_row
 from cfa_kernels.model.parts import causal_lm
@@ -168,6 +169,42 @@ def test_compiled_layers_give_the_same_bits_by_few_graphs(name, adapters, change
             torch.testing.assert_close(result, truth["drops"] if merges else drops["drops"], rtol=0, atol=1e-6)
         counts.append(graphs())
     assert counts[-1] == counts[0], "later packs need no graph of their own"
+
+
+@pytest.mark.parametrize("free", [0, 1 << 40])
+def test_adapters_are_columns_of_copied_weights_where_there_is_memory(free, monkeypatch, caplog):
+    monkeypatch.setattr(lora, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(lora, "free_memory", lambda _: free)
+    model = policy("Qwen3", {"r": 8}, head_dim=8)
+    for parameter in model.parameters():
+        parameter.data = parameter.data if parameter.requires_grad else parameter.data.bfloat16()
+    own = [step(model, lengths) for lengths in BATCHES]
+    assert compile_layers(model, backend="aot_eager")
+
+    def near(results, expected):
+        pairs = ((results[name], expected[name]) for name in expected if name != "drops")  # those are differences
+        return all((result - value).norm() < 0.1 * value.norm() for result, value in pairs)
+
+    walk, counts = ModelWalk.of(causal_lm(model)), []
+    for lengths, expected in zip(BATCHES, own, strict=True):
+        assert near(step(model, lengths), expected)
+        counts.append(graphs())
+    assert counts[-1] == counts[0], "later packs need no graph of their own"
+    copies = [group.parts.wide is not None for group in walk.kept["groups"].all]
+    assert copies == [free > 0 and group.name != "o_proj" for group in walk.kept["groups"].all]
+    assert caplog.text.count("adapters of Qwen3ForCausalLM are multiplied one by one: copies of its w") == (free == 0)
+    layer = causal_lm(model).model.layers[0].mlp.gate_proj
+    for weight, is_copied in ((layer.lora_B["default"].weight, False), (layer.base_layer.weight, bool(free))):
+        before = [*walk.kept["groups"]._copies.values()]
+        with torch.no_grad():
+            weight.mul_(2)
+        result = step(model, BATCHES[0])
+        assert not near(result, own[0])
+        pairs = zip(before, walk.kept["groups"]._copies.values(), strict=True)
+        assert any(old is not new for old, new in pairs) == is_copied
+        walk.kept.pop("groups")
+        assert_same(step(model, BATCHES[0]), result)
+    assert graphs() == counts[0]
 
 
 def test_what_does_not_compile_is_named_and_runs_as_it_is(caplog):
