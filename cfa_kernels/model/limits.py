@@ -3,7 +3,6 @@
 import numbers
 from collections.abc import Sequence
 
-import torch
 from transformers import PreTrainedModel
 
 from ..tree.prefix_tree import Query

@@ -119,7 +119,7 @@ class _Groups:
         bases = [modules.base.weight for group in copied for modules in group.members]
         if not self._bases.hold(bases):
             self._copies, self._bases = {}, TensorMarks(bases)
-        for groups, copies in ((copied, self._copies), ([g for g in self._wide if g not in copied], None)):
+        for groups, copies in ((copied, self._copies), ({*self._wide}.difference(copied), None)):
             scaled = [([modules.weights() for modules in group.members], group.scale) for group in groups]
             for group, parts in zip(groups, split_adapters(scaled, torch.bfloat16, copies), strict=True):
                 group.parts = parts

@@ -54,6 +54,10 @@ def _wide_shapes(downs: Sequence[Tensor], ups: Sequence[Tensor]) -> list[tuple[i
     return [(len(up), width + 3 * rank * (i + 1)) for i, up in enumerate(ups)]
 
 
+def _buffer(like: Tensor, lines: int, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
+    return like.new_zeros(lines, sum(rows * columns for rows, columns in shapes), dtype=dtype)
+
+
 def _cut(buffer: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
     """View matrices of `shapes` that are one after the other in the last dimension of a buffer."""
     parts = buffer.split([rows * columns for rows, columns in shapes], -1)
@@ -66,30 +70,31 @@ def split_adapters(
 ) -> list[AdapterParts]:
     """Split the adapters of groups of layers, each with its scale, into parts of `dtype`: all of one form at once.
 
-    `copies` is for parts with wide weights, which it keeps: a later call for the same weights writes its adapters there.
+    `copies`, for parts with wide weights, keeps these: a later call for the same weights writes its adapters there.
     """
-    forms, result = defaultdict[Any, list[int]](list), dict[int, AdapterParts]()
+    forms: dict[Any, list[int]] = defaultdict(list)  # layers in pieces are traced with this
+    result: dict[int, AdapterParts] = {}
     for i, (layers, scale) in enumerate(groups):
         forms[*(layer.up.shape for layer in layers), layers[0].down.shape, layers[0].down.device, scale].append(i)
     for (*_, scale), places in forms.items():
         members = [*zip(*(groups[i][0] for i in places), strict=True)]  # of each place in a group
         _, _, downs, ups = zip(*(member[0] for member in members), strict=True)
-        shapes, count, width = _shapes(downs, ups), len(members), downs[0].shape[1]
-        buffer = downs[0].new_empty(len(places), sum(rows * columns for rows, columns in shapes), dtype=dtype)
-        down, *others = _cut(buffer, shapes)
-        stacked = torch.stack([layer.down for i in places for layer in groups[i][0]]).view(len(places), count, -1, width)
-        _split(stacked * scale, down.unflatten(1, (count, 3, -1)).unbind(2), low=1)
-        others[count].copy_(stacked.view_as(others[count]))
+        count, width = len(members), downs[0].shape[1]
+        buffer = _buffer(downs[0], len(places), _shapes(downs, ups), dtype)
+        down, *others = _cut(buffer, _shapes(downs, ups))
+        stacked = torch.stack([layer.down for i in places for layer in groups[i][0]]).view_as(others[count])
+        others[count].copy_(stacked)
+        stacked, parts = (x.unflatten(1, shape) for x, shape in ((stacked, (count, -1)), (down, (count, 3, -1))))
+        _split(stacked * scale, parts.unbind(2), low=1)
         for member, up, rounded in zip(members, others[:count], others[count + 1 :], strict=True):
             stacked = torch.stack([layer.up for layer in member])
             _split(stacked, up.chunk(3, -1), low=2)
             rounded.copy_(stacked * scale)
-        lines = [None] * len(places)
+        lines: Sequence[Tensor | None] = [None] * len(places)
         if copies is not None:
             shapes = _wide_shapes(downs, ups)
             if (wide := copies.get((*places,))) is None:
-                wide = buffer.new_zeros(len(places), sum(rows * columns for rows, columns in shapes))
-                copies[*places,] = wide
+                wide = copies[*places,] = _buffer(downs[0], len(places), shapes, dtype)
                 for member, own in zip(members, _cut(wide, shapes), strict=True):
                     for layer, line in zip(member, own[..., :width], strict=True):
                         line.copy_(layer.weight)
@@ -138,10 +143,10 @@ def _results(x: Tensor, scale: float, parts: AdapterParts | None, *tensors: Any)
         down, *others = _cut(parts.buffer, _shapes(downs, ups))
         low, up, read = x @ down.t(), others[: len(ups)], others[len(ups) :]  # (N, 3 G R)
         if parts.wide is not None and is_compiling():
-            wide, width = _cut(parts.wide, _wide_shapes(downs, ups)), x.shape[1]
-            rows = torch.cat([x, low], 1)  # to which kernels write that make them
-            outs = [functional.linear(rows[:, : one.shape[1]], one, bias) for one, bias in zip(wide, biases, strict=True)]
-            return tuple(outs), (rows[:, :width], rows[:, width:], *read, *weights)
+            rows, width = torch.cat([x, low], 1), x.shape[1]  # what makes x and low writes to it
+            pairs = zip(_cut(parts.wide, _wide_shapes(downs, ups)), biases, strict=True)
+            results = tuple(functional.linear(rows[:, : wide.shape[1]], wide, bias) for wide, bias in pairs)
+            return results, (rows[:, :width], rows[:, width:], *read, *weights)
         outs = [functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     parts_of = zip(outs, low.chunk(len(downs), 1), up, strict=True)
     outs = [add_product(out, own, one.t()) for out, own, one in parts_of]

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from cfa_kernels.ops import adapted_linear as operator
+from cfa_kernels.ops import matmul
 from cfa_kernels.ops.adapted_linear import AdaptedLayer, _AdaptedLinear, adapted_linear, split_adapters
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -112,6 +113,17 @@ def test_adapters_as_columns_of_the_weights_are_closer_to_the_truth(widths, monk
     for mine, other, true in zip(ours[:count], apart[:count], truth, strict=False):
         assert 0 < (mine - true).norm() < (other - true).norm()
     assert all(map(torch.equal, ours[count:], apart[count:]))
+
+
+@pytest.mark.traced
+def test_a_graph_may_split_the_adapters_itself(monkeypatch):
+    """As layers in pieces do, whose adapters are whole only inside."""
+    x, layers, _ = problem("cpu", (64, 16))
+    graph = torch.compile(lambda x: adapted_linear(x, layers, 0.5), backend="eager", fullgraph=True)
+    monkeypatch.setattr(matmul, "_has_onednn", lambda _: False)
+    result = graph(x)
+    monkeypatch.setattr(matmul, "is_compiling", lambda: True)
+    assert all(map(torch.equal, result, adapted_linear(x, layers, 0.5)))
 
 
 @pytest.mark.parametrize("factors", [([[1 + 2**-10], [1.0]], [[1.0, -1.0]]), ([[1.0], [1.0]], [[1 + 2**-10, -1.0]])])
