@@ -135,7 +135,7 @@ def _results(x: Tensor, scale: float, parts: AdapterParts | None, *tensors: Any)
     """Return the results, and what the backward reads: rows, and adapters as `AdapterParts` has them for it."""
     weights, biases, downs, ups = (tensors[i::4] for i in range(4))
     if parts is None:
-        rounded, up = torch.cat(downs), ups
+        rounded, up = torch.cat(downs), [*ups]
         low, read = x @ (rounded * scale).t(), (rounded, *ups)
         outs = [product(x, weight.t()) for weight in weights]
         outs = [out if bias is None else out.add_(bias) for out, bias in zip(outs, biases, strict=True)]
