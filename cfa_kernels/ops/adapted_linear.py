@@ -135,13 +135,13 @@ def _results(x: Tensor, scale: float, parts: AdapterParts | None, *tensors: Any)
     """Return the results, and what the backward reads: rows, and adapters as `AdapterParts` has them for it."""
     weights, biases, downs, ups = (tensors[i::4] for i in range(4))
     if parts is None:
-        rounded, up = torch.cat(downs), [*ups]
+        rounded, up = torch.cat(downs), ups
         low, read = x @ (rounded * scale).t(), (rounded, *ups)
         outs = [product(x, weight.t()) for weight in weights]
         outs = [out if bias is None else out.add_(bias) for out, bias in zip(outs, biases, strict=True)]
     else:
         down, *others = _cut(parts.buffer, _shapes(downs, ups))
-        low, up, read = x @ down.t(), others[: len(ups)], others[len(ups) :]  # (N, 3 G R)
+        low, up, read = x @ down.t(), (*others[: len(ups)],), (*others[len(ups) :],)  # low (N, 3 G R)
         if parts.wide is not None and is_compiling():
             rows, width = torch.cat([x, low], 1), x.shape[1]  # what makes x and low writes to it
             pairs = zip(_cut(parts.wide, _wide_shapes(downs, ups)), biases, strict=True)
