@@ -10,6 +10,7 @@ outside of them each operator that writes memory is a launch, and moves what it 
 
 import copy
 import functools
+import sys
 from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -153,7 +154,7 @@ def count_layer() -> dict[str, Counter[str]]:
     inner, causal = functools.partial(counting, counts), causal_lm(model)
     modules = (lora, "is_on_gpu"), (matmul, "_has_onednn")
     stand_ins = [(*name, lambda _, truth=name[1] != "_has_onednn": truth) for name in modules]
-    stand_ins += [(adapted_linear, "wide_product", wide_mm)]
+    stand_ins += [(adapted_linear, "wide_product", wide_mm), (lora, "free_memory", lambda _: sys.maxsize)]
     checks = (packed, "check_trainable"), (masked, "check_supported")  # of layers that are not run
     with ExitStack() as stack:
         for place in [*stand_ins, *((*one, lambda walk, **_: read_head(walk.model)) for one in checks)]:

@@ -3,11 +3,11 @@
 import numbers
 from collections.abc import Sequence
 
-import torch
 from transformers import PreTrainedModel
 
 from ..tree.prefix_tree import Query
 from .compiled import any_liger, to_compile
+from .memory import free_memory
 from .modes import checkpointed_modules
 from .parts import backbone, input_device
 from .walk import Model, ModelWalk
@@ -122,8 +122,7 @@ def default_token_budget(model: Model, *, training: bool = False) -> int:
     if device.type != "cuda":
         return largest
     bytes_per_token = kept_per_row(walk) if training else _layer_per_row(model, whole=False)
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(min(max(free // 2 // bytes_per_token, 1024), largest))
+    return int(min(max(free_memory(device) // 2 // bytes_per_token, 1024), largest))
 
 
 def kept_per_row(walk: ModelWalk) -> int:

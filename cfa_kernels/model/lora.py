@@ -3,6 +3,7 @@
 Layers that are not plain LoRA, as PEFT itself defines it, run PEFT's own code.
 """
 
+import logging
 import sys
 from contextlib import AbstractContextManager
 from copy import copy
@@ -15,16 +16,19 @@ from torch import Tensor, nn
 
 from ..ops.adapted_linear import AdaptedLayer, AdapterParts, adapted_linear, split_adapters
 from ..ops.matmul import multiplies_halves
+from .memory import free_memory
 from .modes import exchanged
 from .sharded.fsdp import is_piece
 from .state import TensorMarks, adapters, steps_taken
 from .walk import ModelWalk
 
+_LOG = logging.getLogger(__name__)
 _FULL = (torch.float32, torch.float64)
 ONE_INPUT = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "gate_up", "up_proj": "gate_up"}
 """Names of layers of one parent that are called with one and the same tensor, and a name for them together."""
+_COPIED = 8  # of the free memory a part that copies of weights may take
 _HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_FORM = attrgetter("dtype", "device")
+_FORM, _WEIGHT = attrgetter("dtype", "device"), itemgetter("weight")
 
 
 class _Layer(NamedTuple):
@@ -38,11 +42,14 @@ class _Layer(NamedTuple):
         return AdaptedLayer(self.base.weight, self.base.bias, self.down.weight, self.up.weight)
 
 
-def one_pass_adapters(walk: ModelWalk, *, inside: nn.Module | None = None) -> AbstractContextManager[None]:
+def one_pass_adapters(
+    walk: ModelWalk, *, compiled: bool = False, inside: nn.Module | None = None
+) -> AbstractContextManager[None]:
     """Run the LoRA layers of a model, or of a module `inside` it, as ops; their own `forward` comes back afterwards.
 
-    Where bfloat16 is multiplied, bfloat16 rows meet float32 adapters in bfloat16 parts, 8 bytes a weight. Weights must
-    not change inside.
+    Where bfloat16 is multiplied, bfloat16 rows meet float32 adapters in bfloat16 parts, 8 bytes a weight. Where layers
+    are `compiled` on a GPU, parts are further columns of copies of the layers' frozen weights, if an eighth of the free
+    memory holds these. Weights must not change inside.
     """
     layers = _lora_layers(walk)
     if not layers:  # groups of another forward stay
@@ -53,8 +60,8 @@ def one_pass_adapters(walk: ModelWalk, *, inside: nn.Module | None = None) -> Ab
     part = None if inside is None else {*inside.modules()}
     own = [group for group in groups.all if part is None or group.layers[0] in part]
     for group in own:
-        group._ahead, group.parts = [None] * len(group.members), None
-    groups.give_parts(again=inside is not None)
+        group._ahead = [None] * len(group.members)
+    groups.give_parts(walk, compiled, again=inside is not None)
     return exchanged(attribute for group in own for attribute in group.attributes)
 
 
@@ -78,7 +85,7 @@ class _Groups:
                     parent, ONE_INPUT.get(own, own), modules.scale, modules.down.weight.shape,
                     modules.down.weight.dtype, modules.base.weight.dtype,
                 )  # fmt: skip
-                groups.setdefault(kind, _Group(modules.scale)).add(layer, modules)
+                groups.setdefault(kind, _Group(own, modules.scale)).add(layer, modules)
         self.all = [*groups.values()]
         self._adapters = [*map(copy, adapters(walk))]
         members = [m for layer in layers for m in (layer.base_layer, *layer.lora_A.values(), *layer.lora_B.values())]
@@ -88,29 +95,38 @@ class _Groups:
         firsts = [(group, group.members[0].weights()) for group in self.all]
         wide = torch.float32, torch.bfloat16
         self._wide = [g for g, one in firsts if (one.down.dtype, one.weight.dtype) == wide and _halves_fit(one.weight)]
-        self._split: tuple[int, TensorMarks, list[AdapterParts]] | None = None  # after so many steps, of which tensors
+        self._copied = [g for g in self._wide if _has_columns(g)]  # compiled, if there is memory
+        self._copies, self._bases = dict[Any, Tensor](), TensorMarks(())  # and of which weights
+        self._split: tuple[Any, TensorMarks] | None = None  # after so many steps, of which tensors
 
     def hold(self, walk: ModelWalk) -> bool:
         """Whether they are those of today."""
         return adapters(walk) == self._adapters and self._forms_now() == self._forms and not any(self._hooks)
 
-    def give_parts(self, *, again: bool) -> None:
+    def give_parts(self, walk: ModelWalk, compiled: bool, *, again: bool) -> None:
         """Give groups of float32 adapters on halves their parts, split anew where a weight has changed."""
-        if self._split is None or not again:  # in a backward none has
-            weights = [[modules.weights() for modules in group.members] for group in self._wide]
-            each = [adapter for own in weights for one in own for adapter in (one.down, one.up)]
-            if any(is_piece(one) or one.dim() != 2 for one in each):
-                return
-            steps = steps_taken()
-            if self._split is None or self._split[0] != steps or not self._split[1].hold(each):
-                self._split = None  # frees the parts of before
-                scaled = [(own, group.scale) for own, group in zip(weights, self._wide, strict=True)]
-                self._split = steps, TensorMarks(each), split_adapters(scaled, torch.bfloat16)
-        for group, parts in zip(self._wide, self._split[2], strict=True):
-            group.parts = parts
+        if not self._wide or (self._split is not None and again):  # in a backward none has
+            return
+        each, now = [*map(_WEIGHT, self._weights)], (steps_taken(), compiled)
+        if self._split is not None and self._split[0] == now and self._split[1].hold(each):
+            return
+        self._split = None
+        for group in self._wide:
+            group.parts = None  # frees the parts of before
+        if any(is_piece(one) or one.dim() != 2 for one in each):
+            return
+        copied = self._copied if compiled and _fit(walk, self._copied) else []
+        bases = [modules.base.weight for group in copied for modules in group.members]
+        if not self._bases.hold(bases):
+            self._copies, self._bases = {}, TensorMarks(bases)
+        for groups, copies in ((copied, self._copies), ({*self._wide}.difference(copied), None)):
+            scaled = [([modules.weights() for modules in group.members], group.scale) for group in groups]
+            for group, parts in zip(groups, split_adapters(scaled, torch.bfloat16, copies), strict=True):
+                group.parts = parts
+        self._split = now, TensorMarks(each)
 
     def _forms_now(self) -> list[Any]:
-        return [*map(_FORM, map(itemgetter("weight"), self._weights))]
+        return [*map(_FORM, map(_WEIGHT, self._weights))]
 
 
 def run_member(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -122,8 +138,8 @@ def run_member(layer: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 class _Group:
     """LoRA layers of one op: the first that is called runs all, whose results await the other calls."""
 
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
+    def __init__(self, name: str, scale: float) -> None:
+        self.name, self.scale = name, scale
         self.layers: list[nn.Module] = []
         self.members: list[_Layer] = []
         self.attributes: list[tuple[nn.Module, dict[str, Any]]] = []  # with which the layers run so
@@ -190,6 +206,30 @@ def _dtypes_fit(x: Tensor, weights: AdaptedLayer, casts: bool) -> bool:
 
 def _halves_fit(tensor: Tensor) -> bool:
     return is_on_gpu(tensor) or multiplies_halves(tensor)
+
+
+def _has_columns(group: _Group) -> bool:
+    """Whether weights on a GPU could have their adapters' parts as further columns, and a copy for that."""
+    # Attention's operator writes what `o_proj` reads: to copy that next to columns takes as long as to add a product.
+    weights = [modules.weights() for modules in group.members]
+    frozen = is_on_gpu(weights[0].weight) and not any(one.weight.requires_grad for one in weights)
+    rank, width = weights[0].down.shape  # kernels want rows to begin at 16 bytes
+    return frozen and group.name != "o_proj" and rank % 8 == width % 8 == 0
+
+
+def _fit(walk: ModelWalk, groups: list[_Group]) -> bool:
+    """Whether there is memory for copies of the weights of groups; found and said once."""
+    if groups and "copies" not in walk.kept:
+        weights = [modules.base.weight for group in groups for modules in group.members]
+        needed, free = sum(weight.nbytes for weight in weights), free_memory(weights[0].device)
+        walk.kept["copies"] = _COPIED * needed <= free
+        if not walk.kept["copies"]:
+            _LOG.warning(
+                "adapters of %s are multiplied one by one: copies of its weights with adapters as further columns take "
+                "%.1f GB, more than an eighth of %.1f GB that are free",
+                type(walk.model).__name__, needed / 1e9, free / 1e9,
+            )  # fmt: skip
+    return bool(groups) and walk.kept["copies"]  # type: ignore[no-any-return]
 
 
 def is_on_gpu(tensor: Tensor) -> bool:

@@ -29,6 +29,11 @@ def columns_at_once(rows: int, device: torch.device) -> int:
     return max(most // max(rows, 1), 256)
 
 
+def free_memory(device: torch.device) -> int:
+    """Return the bytes of a GPU that are free, in the allocator or outside of it."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 _SPELLINGS = ("out of memory", "alloc_failed", "not enough memory", "can't allocate memory")
 
 

@@ -94,7 +94,7 @@ def packed_hidden(
     running = Running(pack.table, store, pack.first_row)
     states, again = tree_states(walk, pack.table), _recomputed_on_trees(walk, running)
     layers = to_compile(getattr(backbone(model), "layers", ()))
-    adapters = one_pass_adapters(walk)
+    adapters = one_pass_adapters(walk, compiled=bool(layers))
     with value_of(RUNNING, running), states, again, adapters, compiled_layers(layers):
         output = backbone(model)(
             input_ids=staged.input_ids,
@@ -121,7 +121,7 @@ def _recomputed_on_trees(walk: ModelWalk, running: Running) -> AbstractContextMa
                 if RUNNING.get() is running:
                     return function(*inputs, **named)
                 layers = to_compile([module])
-                adapters = one_pass_adapters(walk, inside=module)
+                adapters = one_pass_adapters(walk, compiled=bool(layers), inside=module)
                 states = tree_states(walk, running.table, inside=module)
                 attention = attention_of(configs, ATTENTION)
                 with value_of(RUNNING, again), attention, states, adapters, compiled_layers(layers):

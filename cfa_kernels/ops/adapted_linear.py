@@ -29,37 +29,80 @@ class AdaptedLayer(NamedTuple):
 
 
 class AdapterParts(NamedTuple):
-    """Adapters of G layers in the dtype of the rows: forward each factor in parts, backward rounded."""
+    """Adapters of G layers in the dtype of the rows, forward in parts, backward rounded, as `_shapes` cuts `buffer`.
 
-    down: Tensor  # (3 G R, K), for each layer (high, low, high), times the scale of the adapters
-    up: tuple[Tensor, ...]  # G times (M, 3 R): (high, high, low), so that only low by low is left out
-    rounded_down: Tensor  # (G R, K)
-    rounded_up: tuple[Tensor, ...]  # G times (M, R), times the scale
+    `wide` has the layers' weights with `up` behind them, as `_wide_shapes` cuts it: for compiled layers, in which one
+    product takes rows and what `down` gave of them.
+    """
+
+    buffer: Tensor  # (L,)
+    wide: Tensor | None = None  # (L',)
+
+
+def _shapes(downs: Sequence[Tensor], ups: Sequence[Tensor]) -> list[tuple[int, int]]:
+    count, (rank, width) = len(downs), downs[0].shape
+    return [
+        (3 * count * rank, width),  # down: for each layer (high, low, high), times the scale of the adapters
+        *((len(up), 3 * rank) for up in ups),  # (high, high, low), so that only low by low is left out
+        (count * rank, width),  # rounded down
+        *((len(up), rank) for up in ups),  # rounded, times the scale
+    ]
+
+
+def _wide_shapes(downs: Sequence[Tensor], ups: Sequence[Tensor]) -> list[tuple[int, int]]:
+    rank, width = downs[0].shape  # behind a weight zeros for the layers before its own, then its `up`
+    return [(len(up), width + 3 * rank * (i + 1)) for i, up in enumerate(ups)]
+
+
+def _buffer(like: Tensor, lines: int, shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> Tensor:
+    return like.new_zeros(lines, sum(rows * columns for rows, columns in shapes), dtype=dtype)
+
+
+def _cut(buffer: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """View matrices of `shapes` that are one after the other in the last dimension of a buffer."""
+    parts = buffer.split([rows * columns for rows, columns in shapes], -1)
+    return [part.unflatten(-1, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 @torch.no_grad()
-def split_adapters(groups: Sequence[tuple[Sequence[AdaptedLayer], float]], dtype: torch.dtype) -> list[AdapterParts]:
-    """Split the adapters of groups of layers, each with its scale, into parts of `dtype`: all of one shape at once."""
-    downs, ups = defaultdict(list), defaultdict(list)  # places in the result, by what can be stacked
+def split_adapters(
+    groups: Sequence[tuple[Sequence[AdaptedLayer], float]], dtype: torch.dtype, copies: dict[Any, Tensor] | None = None
+) -> list[AdapterParts]:
+    """Split the adapters of groups of layers, each with its scale, into parts of `dtype`: all of one form at once.
+
+    `copies`, for parts with wide weights, keeps these: a later call for the same weights writes its adapters there.
+    """
+    forms: dict[Any, list[int]] = defaultdict(list)  # layers in pieces are traced with this
+    result: dict[int, AdapterParts] = {}
     for i, (layers, scale) in enumerate(groups):
-        downs[len(layers), layers[0].down.shape, layers[0].down.device, scale].append(i)
-        for j, layer in enumerate(layers):
-            ups[layer.up.shape, layer.up.device, scale].append((i, j))
-    down, up = dict[int, tuple[Tensor, ...]](), dict[tuple[int, int], tuple[Tensor, ...]]()
-    for (count, shape, _, scale), places in downs.items():
-        stacked = torch.stack([layer.down for i in places for layer in groups[i][0]]).view(-1, count, *shape)
-        rounded = stacked.to(dtype)
-        parts = _split(stacked * scale, dtype, along=2, low=1)
-        down.update(zip(places, zip(parts.flatten(1, 3), rounded.flatten(1, 2), strict=True), strict=True))
-    for (_, _, scale), pairs in ups.items():
-        stacked = torch.stack([groups[i][0][j].up for i, j in pairs])
-        parts = _split(stacked, dtype, along=2, low=2)
-        up.update(zip(pairs, zip(parts.flatten(2, 3), (stacked * scale).to(dtype), strict=True), strict=True))
-    result = []
-    for i, (layers, _) in enumerate(groups):
-        some, rounded_ups = zip(*(up[i, j] for j in range(len(layers))), strict=True)
-        result.append(AdapterParts(down[i][0], some, down[i][1], rounded_ups))
-    return result
+        forms[*(layer.up.shape for layer in layers), layers[0].down.shape, layers[0].down.device, scale].append(i)
+    for (*_, scale), places in forms.items():
+        members = [*zip(*(groups[i][0] for i in places), strict=True)]  # of each place in a group
+        _, _, downs, ups = zip(*(member[0] for member in members), strict=True)
+        count, width = len(members), downs[0].shape[1]
+        buffer = _buffer(downs[0], len(places), _shapes(downs, ups), dtype)
+        down, *others = _cut(buffer, _shapes(downs, ups))
+        stacked = torch.stack([layer.down for i in places for layer in groups[i][0]]).view_as(others[count])
+        others[count].copy_(stacked)
+        stacked, parts = (x.unflatten(1, shape) for x, shape in ((stacked, (count, -1)), (down, (count, 3, -1))))
+        _split(stacked * scale, parts.unbind(2), low=1)
+        for member, up, rounded in zip(members, others[:count], others[count + 1 :], strict=True):
+            stacked = torch.stack([layer.up for layer in member])
+            _split(stacked, up.chunk(3, -1), low=2)
+            rounded.copy_(stacked * scale)
+        lines: Sequence[Tensor | None] = [None] * len(places)
+        if copies is not None:
+            shapes = _wide_shapes(downs, ups)
+            if (wide := copies.get((*places,))) is None:
+                wide = copies[*places,] = _buffer(downs[0], len(places), shapes, dtype)
+                for member, own in zip(members, _cut(wide, shapes), strict=True):
+                    for layer, line in zip(member, own[..., :width], strict=True):
+                        line.copy_(layer.weight)
+            for own, up in zip(_cut(wide, shapes), others, strict=False):
+                own[..., -up.shape[-1] :] = up
+            lines = wide.unbind()
+        result.update(zip(places, map(AdapterParts, buffer, lines), strict=True))
+    return [result[i] for i in range(len(groups))]
 
 
 def adapted_linear(
@@ -97,8 +140,13 @@ def _results(x: Tensor, scale: float, parts: AdapterParts | None, *tensors: Any)
         outs = [product(x, weight.t()) for weight in weights]
         outs = [out if bias is None else out.add_(bias) for out, bias in zip(outs, biases, strict=True)]
     else:
-        low, up = x @ parts.down.t(), parts.up  # (N, 3 G R)
-        read = (parts.rounded_down, *parts.rounded_up)
+        down, *others = _cut(parts.buffer, _shapes(downs, ups))
+        low, up, read = x @ down.t(), (*others[: len(ups)],), (*others[len(ups) :],)  # low (N, 3 G R)
+        if parts.wide is not None and is_compiling():
+            rows, width = torch.cat([x, low], 1), x.shape[1]  # what makes x and low writes to it
+            pairs = zip(_cut(parts.wide, _wide_shapes(downs, ups)), biases, strict=True)
+            results = tuple(functional.linear(rows[:, : wide.shape[1]], wide, bias) for wide, bias in pairs)
+            return results, (rows[:, :width], rows[:, width:], *read, *weights)
         outs = [functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     parts_of = zip(outs, low.chunk(len(downs), 1), up, strict=True)
     outs = [add_product(out, own, one.t()) for out, own, one in parts_of]
@@ -152,10 +200,8 @@ def _added(out: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return sum_of(out, left @ right) if is_compiling() else multiply(left, right, out, add=True)
 
 
-def _split(matrix: Tensor, dtype: torch.dtype, *, along: int, low: int) -> Tensor:
-    """Lay high, low and high part of a matrix side by side `along` a new dimension, the low one at place `low`."""
-    parts = matrix.new_empty([*matrix.shape[:along], 3, *matrix.shape[along:]], dtype=dtype)
-    parts.copy_(matrix.unsqueeze(along))
-    places = parts.unbind(along)
-    places[low].copy_(matrix - places[0])
-    return parts
+def _split(matrix: Tensor, parts: Sequence[Tensor], *, low: int) -> None:
+    """Write a matrix to three parts: what it loses by rounding to the one at place `low`, rounded to the others."""
+    for part in parts:
+        part.copy_(matrix)
+    parts[low].copy_(matrix - parts[0])

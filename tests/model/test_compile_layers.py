@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 
 from cfa_kernels import Rows, Span, packed_forward, packed_policy_loss
+from cfa_kernels.model import lora
 from cfa_kernels.model.compile_layers import compile_layers
 from cfa_kernels.model.limits import kept_per_row
 from cfa_kernels.model.parts import causal_lm
@@ -192,6 +193,42 @@ def test_layers_inside_torchs_checkpoints_run_compiled_whichever_came_first(firs
     result = step(model, BATCHES[0])
     assert_same({name.replace("_checkpoint_wrapped_module.", ""): value for name, value in result.items()}, expected)
     assert len(ran) == 3 * len(layers) - 1, "forward, branches but for the last layer's few rows, and forward again"
+
+
+@pytest.mark.parametrize("free", [0, 1 << 40])
+def test_adapters_are_columns_of_copied_weights_where_there_is_memory(free, monkeypatch, caplog):
+    monkeypatch.setattr(lora, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(lora, "free_memory", lambda _: free)
+    model = policy("Qwen3", {"r": 8}, head_dim=8)
+    for parameter in model.parameters():
+        parameter.data = parameter.data if parameter.requires_grad else parameter.data.bfloat16()
+    own = [step(model, lengths) for lengths in BATCHES]
+    assert compile_layers(model, backend="aot_eager")
+
+    def near(results, expected):
+        pairs = ((results[name], expected[name]) for name in expected if name != "drops")  # those are differences
+        return all((result - value).norm() < 0.1 * value.norm() for result, value in pairs)
+
+    walk, counts = ModelWalk.of(causal_lm(model)), []
+    for lengths, expected in zip(BATCHES, own, strict=True):
+        assert near(step(model, lengths), expected)
+        counts.append(graphs())
+    assert counts[-1] == counts[0], "later packs need no graph of their own"
+    copies = [group.parts.wide is not None for group in walk.kept["groups"].all]
+    assert copies == [free > 0 and group.name != "o_proj" for group in walk.kept["groups"].all]
+    assert caplog.text.count("adapters of Qwen3ForCausalLM are multiplied one by one: copies of its w") == (free == 0)
+    layer = causal_lm(model).model.layers[0].mlp.gate_proj
+    for weight, is_copied in ((layer.lora_B["default"].weight, False), (layer.base_layer.weight, bool(free))):
+        before = [*walk.kept["groups"]._copies.values()]
+        with torch.no_grad():
+            weight.mul_(2)
+        result = step(model, BATCHES[0])
+        assert not near(result, own[0])
+        pairs = zip(before, walk.kept["groups"]._copies.values(), strict=True)
+        assert any(old is not new for old, new in pairs) == is_copied
+        walk.kept.pop("groups")
+        assert_same(step(model, BATCHES[0]), result)
+    assert graphs() == counts[0]
 
 
 def test_what_does_not_compile_is_named_and_runs_as_it_is(caplog):

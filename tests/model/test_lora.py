@@ -136,7 +136,7 @@ def test_parts_of_adapters_are_split_once_while_their_weights_stand(write, monke
     split, (change, anew) = [], WRITES[write]
     monkeypatch.setattr(lora, "is_on_gpu", lambda _: True)  # also where layers run again, in the backward
     monkeypatch.setattr(
-        lora, "split_adapters", lambda groups, dtype: split.extend(groups) or split_adapters(groups, dtype)
+        lora, "split_adapters", lambda groups, *others: split.extend(groups) or split_adapters(groups, *others)
     )
     model = in_halves(layers=2, target_modules="all-linear")
     model.enable_input_require_grads()

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from cfa_kernels.ops import adapted_linear as operator
+from cfa_kernels.ops import matmul
 from cfa_kernels.ops.adapted_linear import AdaptedLayer, _AdaptedLinear, adapted_linear, split_adapters
 
 HALF, FULL = torch.bfloat16, torch.float32
@@ -13,6 +15,12 @@ def wider(x, layers, scale):
     """The op for adapters of another dtype than the rows, whatever theirs are."""
     (parts,) = split_adapters([(layers, scale)], x.dtype)
     return _AdaptedLinear.apply(x, scale, parts, *(tensor for layer in layers for tensor in layer))
+
+
+def by_columns(x, layers, scale):
+    """The op in the graph of a layer whose adapters are columns of copies of its weights."""
+    (parts,) = split_adapters([(layers, scale)], x.dtype, {})
+    return adapted_linear(x, layers, scale, parts)
 
 
 def one_by_one(x, layers, scale):
@@ -93,6 +101,29 @@ def test_rounding_is_little_more_than_that_of_pefts_own_path_and_of_the_rows(wid
     for mine, other in zip(ours[: count + 1], theirs[: count + 1], strict=True):  # results and gradient of the rows
         assert mine <= 1.25 * other < 2**-7
     assert max(ours[count + 1 :]) < 2**-8
+
+
+@pytest.mark.parametrize("widths", [(64,), (64, 16, 16)])
+def test_adapters_as_columns_of_the_weights_are_closer_to_the_truth(widths, monkeypatch, device):
+    """A product and its adapter's are one sum, rounded once; gradients are the same to the bit."""
+    tensors, count = problem(device, widths), len(widths)
+    monkeypatch.setattr(operator, "is_compiling", lambda: True)
+    truth = gradients(one_by_one, *tensors, dtype=torch.float64)
+    ours, apart = (gradients(op, *tensors) for op in (by_columns, adapted_linear))
+    for mine, other, true in zip(ours[:count], apart[:count], truth, strict=False):
+        assert 0 < (mine - true).norm() < (other - true).norm()
+    assert all(map(torch.equal, ours[count:], apart[count:]))
+
+
+@pytest.mark.traced
+def test_a_graph_may_split_the_adapters_itself(monkeypatch):
+    """As layers in pieces do, whose adapters are whole only inside."""
+    x, layers, _ = problem("cpu", (64, 16))
+    graph = torch.compile(lambda x: adapted_linear(x, layers, 0.5), backend="eager", fullgraph=True)
+    monkeypatch.setattr(matmul, "_has_onednn", lambda _: False)
+    result = graph(x)
+    monkeypatch.setattr(matmul, "is_compiling", lambda: True)
+    assert all(map(torch.equal, result, adapted_linear(x, layers, 0.5)))
 
 
 @pytest.mark.parametrize("factors", [([[1 + 2**-10], [1.0]], [[1.0, -1.0]]), ([[1.0], [1.0]], [[1 + 2**-10, -1.0]])])
