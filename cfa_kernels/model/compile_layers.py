@@ -27,7 +27,8 @@ def compile_layers(model: nn.Module, *, backend: Any = "inductor") -> list[str]:
     The model is checked as by `check_model`, then a small tree runs through its layers both ways. A kind of layer that
     does not compile, or not to the same results, runs as it is; the log names it and the reason once. So does a layer
     with hooks inside. Modules that run Liger's kernels run their class's own forward where compiled. Apply Liger with
-    `rope=False`: its rotary embeddings replace a function of transformers', which is not restored.
+    `rope=False`: its rotary embeddings replace a function of transformers', which is not restored. Adapters of frozen
+    weights run as further columns of copies of these, if an eighth of a GPU's free memory holds the copies.
 
     Returns the names of the kinds of layers that run compiled, by the `backend` of `torch.compile`. Raises
     `NotImplementedError` for a model on a CPU or in pieces on several processes, one that keeps no list of `layers`,
