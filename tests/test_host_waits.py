@@ -161,15 +161,16 @@ WEIGHED = BATCH.with_columns(weights=[torch.full((n,), 0.5) for n in ROWS.length
     ("options", "batch", "given"),
     [
         ({"weights": "bilevel"}, BATCH, {}), ({"estimator.preselect": 0.5}, BATCH, {}),
+        ({"estimator.preselect": 0.5, "estimator.preselect_by": "masking"}, BATCH, {}),
         ({"control": "permuted"}, BATCH, {}), (CF, WEIGHED, {}), (CF, BATCH, {"gather": lambda value: [value]}),
     ],
-    ids=range(5),
+    ids=range(6),
 )  # fmt: skip
 def test_scores_are_read_at_once_where_weights_need_the_host(options, batch, given):
     model = checked("Qwen3", vocab_size=20)
     with a_device() as waits:
         credit, weights, _ = queued(put_on_device(model), options, batch, **given)
-        assert_waits(waits, "cpu")
+        assert_waits(waits, *["cpu"] * (1 + ("estimator.preselect_by" in options)))
         assert all(torch.equal(own, row) for own, row in zip(weights, credit.finished().weights, strict=True))
         assert_waits(waits)
 

@@ -8,7 +8,7 @@ import functools
 import json
 import random
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -160,23 +160,17 @@ def _generated_corpus() -> Corpus:
     return Corpus("generated: no real data here", texts, problems, correct)
 
 
-def digit_bpe(texts: Iterable[str], size: int, special: list[str]) -> Tokenizer:
-    """Train a byte-level BPE with a token for each digit."""
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE with single digits, as Qwen's, trained on the corpus; its pad token is the placeholder."""
     bpe = Tokenizer(models.BPE())
     parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.Sequence(parts), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+        vocab_size=VOCABULARY, special_tokens=["<pad>", "<eos>"], initial_alphabet=alphabet, show_progress=False
     )
-    bpe.train_from_iterator(texts, trainer)
-    return bpe
-
-
-@functools.cache
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE with single digits, as Qwen's, trained on the corpus; its pad token is the placeholder."""
-    bpe = digit_bpe(corpus().training_texts, VOCABULARY, ["<pad>", "<eos>"])
+    bpe.train_from_iterator(corpus().training_texts, trainer)
     bpe.add_tokens([MARKER])  # one token in real vocabularies, too
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>")
 

@@ -89,7 +89,7 @@ def spread_over_tokens(
     arrays = [unit_of[np.argsort(token, kind="stable")], np.bincount(token, minlength=sum(lengths))]
     owners, counts = upload(arrays, flat.device)
     tokens = torch.segment_reduce(flat.index_select(0, owners), kind, lengths=counts, unsafe=True)
-    return [row.clone() for row in tokens.masked_fill(counts == 0, outside).split(lengths)]
+    return [*tokens.masked_fill(counts == 0, outside).split(lengths)]
 
 
 def opened(units: Sequence[Span]) -> list[Span]:

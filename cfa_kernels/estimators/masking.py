@@ -72,13 +72,14 @@ class Masking(Estimator):
         """Score the units of a batch."""
         part, some, work = batch, list[list[int]](), ScoringWork()
         if self.preselect < 1:
+            batch = batch.exchanged(unread=None)  # scores are compared, and put among others, on the host
             lengths = [torch.tensor([float(end - start) for start, end in row]) for row in batch.units]
             estimate = self._preselector(access, batch) if self._preselector else Importances(lengths)
             check_finite(f"preselect_by={self.preselect_by!r},", batch.index, estimate.values, of="unit")
             some = [top_units(row.abs(), self.preselect) for row in estimate.values]
             work = estimate.work or work
             chosen = [[units[k] for k in row] for units, row in zip(batch.units, some, strict=True)]
-            part = batch.exchanged(units=chosen, unread=None)  # their scores are put among others on the host
+            part = batch.exchanged(units=chosen)
         mask = "drop" if self.mask == "drop" else None
         scores = access.score(part, mask=mask, outcome=self.outcome, merge_adapters=self.merge_adapters)  # type: ignore[arg-type]
         values = [drop.float() for drop in scores.drop]

@@ -44,8 +44,8 @@ def merged_adapters(model: nn.Module | ModelWalk) -> Iterator[int]:
     walk = ModelWalk.of(model)
     layers, there = adapted_layers(walk), [(p, p.data, _place(p)) for p in walk.parameters()]
     owners, storages = Counter(place for *_, place in there), list[Tensor]()
-    for name, layer in layers.items():
-        base = layer.get_base_layer()
+    bases = {name: layer.get_base_layer() for name, layer in layers.items()}
+    for name, base in bases.items():
         for key, weight in base._parameters.items():
             if weight is not None and (obstacle := _obstacle(weight, owners)):
                 raise CannotMerge(f"{name}: its {key} is {obstacle}")
@@ -68,6 +68,9 @@ def merged_adapters(model: nn.Module | ModelWalk) -> Iterator[int]:
                 parameter.data = storage.copy_(parameter.data)
         yield sum(bool(layer.merged_adapters) for layer in layers.values())
     finally:
+        for name, layer in layers.items():
+            if layer.get_base_layer() is not bases[name]:  # LNTuning exchanges layers
+                layer.unmerge()
         copied(storages, values)
         for parameter, storage, place in there:  # PEFT 0.18 puts copies of halves on a CPU into adapters
             if _place(parameter) != place:

@@ -1,7 +1,7 @@
 """Score counterfactuals: how much an answer's log-prob drops when a span of the reasoning is masked.
 
 Completions and their branches (`branch`) become packed trees (`plan.py`); one forward per pack gives all answer
-log-probs. The host lays out a pack while the device runs the one before, and reads values once, at the end.
+log-probs. The host lays out a pack while the device runs the one before, and reads values once.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,7 +49,7 @@ class ScoringWork:
 
 @dataclass(frozen=True)
 class CounterfactualScores:
-    """Scores of the answers of B completions, as sampled and without each span, in nats, fp32 on the host.
+    """Scores of the answers of B completions, as sampled and without each span, fp32 in nats, on the host once read.
 
     A span matters by its drop, its importance. If the outcome is a distribution (`last`, `mean`), `base` is 0 and
     `masked` minus the KL divergence from the unmasked one.

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LNTuningConfig, LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 from cfa_kernels.model.merged import CannotMerge, adapted_layers, merged_adapters, merged_weights
@@ -76,6 +76,23 @@ def test_adapters_of_one_modules_parameters_leave_the_same_bits_wherever_peft_pu
         assert count == len(layers) == 2  # one wraps the other
         assert any(not torch.equal(values, before[name][0]) for name, (values, *_) in bits(model).items())
     assert_same_bits(before, bits(model))
+
+
+def test_layers_that_merge_by_exchanging_modules_have_their_own_again() -> None:
+    model, rows = get_peft_model(tiny(), LNTuningConfig(target_modules=["input_layernorm"])), torch.tensor([PROMPTS[1]])
+    for parameter in (one for one in model.parameters() if one.requires_grad):
+        nn.init.normal_(parameter)
+    before, expected = bits(model), model(rows).logits
+    for _ in range(2):
+        with merged_adapters(model) as count:
+            assert count == 2
+            assert torch.equal(model(rows).logits, expected)
+        assert_same_bits(before, bits(model))
+    [*adapted_layers(model).values()][-1].merge = lambda: 1 / 0  # the first has been merged by then
+    with pytest.raises(CannotMerge), merged_adapters(model):
+        pass
+    assert_same_bits(before, bits(model))
+    assert torch.equal(model(rows).logits, expected)
 
 
 def tied() -> PeftModel:
