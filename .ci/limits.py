@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 BUDGETS = {
-    "cfa_kernels": 17_080,
-    "trainer": 4_935,
-    "trainer, its core": 3_865,
+    "cfa_kernels": 17_295,
+    "trainer": 4_950,
+    "trainer, its core": 3_880,
     "benchmarks": 7_190,
-    "tests": 25_720,
+    "tests": 26_130,
 }
 """Most lines of Python in each package; the core is what a training run without vLLM reads."""
 SUBJECT = 72
