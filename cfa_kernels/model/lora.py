@@ -96,7 +96,7 @@ class _Groups:
         wide = torch.float32, torch.bfloat16
         self._wide = [g for g, one in firsts if (one.down.dtype, one.weight.dtype) == wide and _halves_fit(one.weight)]
         self._copied = [g for g in self._wide if _has_columns(g)]  # compiled, if there is memory
-        self._copies, self._bases = dict[Any, Tensor](), TensorMarks(())  # and of which weights
+        self._copies = dict[Any, Tensor]()
         self._split: tuple[Any, TensorMarks] | None = None  # after so many steps, of which tensors
 
     def hold(self, walk: ModelWalk) -> bool:
@@ -116,9 +116,9 @@ class _Groups:
         if any(is_piece(one) or one.dim() != 2 for one in each):
             return
         copied = self._copied if compiled and _fit(walk, self._copied) else []
-        bases = [modules.base.weight for group in copied for modules in group.members]
-        if not self._bases.hold(bases):
-            self._copies, self._bases = {}, TensorMarks(bases)
+        # Weights are copied again, too, which takes little of a step: PEFT merges adapters, and takes them out up to
+        # rounding, by writes to `.data`, which leave no mark.
+        self._copies = self._copies if copied else {}
         for groups, copies in ((copied, self._copies), ({*self._wide}.difference(copied), None)):
             scaled = [([modules.weights() for modules in group.members], group.scale) for group in groups]
             for group, parts in zip(groups, split_adapters(scaled, torch.bfloat16, copies), strict=True):
@@ -218,18 +218,20 @@ def _has_columns(group: _Group) -> bool:
 
 
 def _fit(walk: ModelWalk, groups: list[_Group]) -> bool:
-    """Whether there is memory for copies of the weights of groups; found and said once."""
-    if groups and "copies" not in walk.kept:
-        weights = [modules.base.weight for group in groups for modules in group.members]
-        needed, free = sum(weight.nbytes for weight in weights), free_memory(weights[0].device)
-        walk.kept["copies"] = _COPIED * needed <= free
-        if not walk.kept["copies"]:
+    """Whether there is memory for copies of the weights of groups; found and said once for as many bytes."""
+    weights = [modules.base.weight for group in groups for modules in group.members]
+    needed = sum(weight.nbytes for weight in weights)
+    fit: dict[int, bool] = walk.kept.setdefault("copies", {0: False})
+    if needed not in fit:
+        free = free_memory(weights[0].device)
+        fit[needed] = _COPIED * needed <= free
+        if not fit[needed]:
             _LOG.warning(
                 "adapters of %s are multiplied one by one: copies of its weights with adapters as further columns take "
                 "%.1f GB, more than an eighth of %.1f GB that are free",
                 type(walk.model).__name__, needed / 1e9, free / 1e9,
             )  # fmt: skip
-    return bool(groups) and walk.kept["copies"]  # type: ignore[no-any-return]
+    return fit[needed]
 
 
 def is_on_gpu(tensor: Tensor) -> bool:

@@ -70,7 +70,7 @@ def split_adapters(
 ) -> list[AdapterParts]:
     """Split the adapters of groups of layers, each with its scale, into parts of `dtype`: all of one form at once.
 
-    `copies`, for parts with wide weights, keeps these: a later call for the same weights writes its adapters there.
+    `copies`, for parts with wide weights, keeps their memory: a later call for the same layers writes there.
     """
     forms: dict[Any, list[int]] = defaultdict(list)  # layers in pieces are traced with this
     result: dict[int, AdapterParts] = {}
@@ -95,10 +95,9 @@ def split_adapters(
             shapes = _wide_shapes(downs, ups)
             if (wide := copies.get((*places,))) is None:
                 wide = copies[*places,] = _buffer(downs[0], len(places), shapes, dtype)
-                for member, own in zip(members, _cut(wide, shapes), strict=True):
-                    for layer, line in zip(member, own[..., :width], strict=True):
-                        line.copy_(layer.weight)
-            for own, up in zip(_cut(wide, shapes), others, strict=False):
+            for member, own, up in zip(members, _cut(wide, shapes), others, strict=False):
+                for layer, line in zip(member, own[..., :width], strict=True):
+                    line.copy_(layer.weight)
                 own[..., -up.shape[-1] :] = up
             lines = wide.unbind()
         result.update(zip(places, map(AdapterParts, buffer, lines), strict=True))

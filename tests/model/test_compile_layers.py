@@ -218,14 +218,11 @@ def test_adapters_are_columns_of_copied_weights_where_there_is_memory(free, monk
     assert copies == [free > 0 and group.name != "o_proj" for group in walk.kept["groups"].all]
     assert caplog.text.count("adapters of Qwen3ForCausalLM are multiplied one by one: copies of its w") == (free == 0)
     layer = causal_lm(model).model.layers[0].mlp.gate_proj
-    for weight, is_copied in ((layer.lora_B["default"].weight, False), (layer.base_layer.weight, bool(free))):
-        before = [*walk.kept["groups"]._copies.values()]
+    for weight in (layer.lora_B["default"].weight, layer.base_layer.weight):
         with torch.no_grad():
             weight.mul_(2)
         result = step(model, BATCHES[0])
         assert not near(result, own[0])
-        pairs = zip(before, walk.kept["groups"]._copies.values(), strict=True)
-        assert any(old is not new for old, new in pairs) == is_copied
         walk.kept.pop("groups")
         assert_same(step(model, BATCHES[0]), result)
     assert graphs() == counts[0]

@@ -249,3 +249,42 @@ def test_a_reference_without_the_adapter_may_come_between_a_checkpointed_forward
         loss.backward()
         gradients.append([p.grad for p in model.parameters() if p.grad is not None])
     torch.testing.assert_close(*gradients)
+
+
+def in_compiled_layers(free, monkeypatch):
+    """A model, and a function that lists its groups' wide weights as compiled layers on a GPU have them."""
+    monkeypatch.setattr(lora, "is_on_gpu", lambda _: True)
+    monkeypatch.setattr(lora, "free_memory", lambda _: free)
+    model = in_halves(r=8, target_modules=["down_proj"])
+
+    def columns():
+        walk = ModelWalk.of(causal_lm(model))
+        with one_pass_adapters(walk, compiled=True):
+            return [group.parts.wide for group in walk.kept["groups"].all]
+
+    return model, columns
+
+
+def test_copies_follow_weights_that_peft_has_merged_and_unmerged_after_a_step(monkeypatch):
+    """As trainers do that hand merged weights to a sampler; rounding stays behind, and PyTorch counts no write."""
+    model, columns = in_compiled_layers(1 << 40, monkeypatch)
+    weight = layer_of(model).base_layer.weight
+    old, _ = weight.clone(), columns()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    sum(parameter.sum() for parameter in trained).backward()
+    torch.optim.SGD(trained, lr=0.1).step()
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert not torch.equal(weight, old)
+    (wide,) = columns()
+    assert torch.equal(wide.view(len(weight), -1)[:, : weight.shape[1]], weight)
+
+
+@pytest.mark.parametrize("first", ["default", "all"])
+def test_other_adapters_that_take_more_memory_are_weighed_anew(first, monkeypatch, caplog):
+    model, columns = in_compiled_layers(8 * 32 * 48 * 2, monkeypatch)  # of one weight
+    model.add_adapter("all", LoraConfig(r=8, target_modules=["gate_proj", "down_proj"], init_lora_weights=False))
+    for name in (first, "all" if first == "default" else "default", first):
+        model.set_adapter(name)
+        assert [wide is not None for wide in columns()] == ([True] if name == "default" else [False, False])
+    assert caplog.text.count("are multiplied one by one") == 1
