@@ -223,7 +223,7 @@ def _fit(walk: ModelWalk, groups: list[_Group]) -> bool:
     needed = sum(weight.nbytes for weight in weights)
     fit: dict[int, bool] = walk.kept.setdefault("copies", {0: False})
     if needed not in fit:
-        free = free_memory(weights[0].device)
+        free = sum(map(free_memory, {weight.device for weight in weights}))
         fit[needed] = _COPIED * needed <= free
         if not fit[needed]:
             _LOG.warning(
