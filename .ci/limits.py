@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 BUDGETS = {
-    "cfa_kernels": 17_295,
+    "cfa_kernels": 17_300,
     "trainer": 4_950,
     "trainer, its core": 3_880,
     "benchmarks": 7_190,
-    "tests": 26_165,
+    "tests": 26_190,
 }
 """Most lines of Python in each package; the core is what a training run without vLLM reads."""
 SUBJECT = 72

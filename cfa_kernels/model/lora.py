@@ -95,6 +95,7 @@ class _Groups:
         firsts = [(group, group.members[0].weights()) for group in self.all]
         wide = torch.float32, torch.bfloat16
         self._wide = [g for g, one in firsts if (one.down.dtype, one.weight.dtype) == wide and _halves_fit(one.weight)]
+        self._others = {*self.all}.difference(self._wide)  # make their parts, if any, while they run
         self._copied = [g for g in self._wide if _has_columns(g)]  # compiled, if there is memory
         self._copies = dict[Any, Tensor]()
         self._split: tuple[Any, TensorMarks] | None = None  # after so many steps, of which tensors
@@ -105,6 +106,8 @@ class _Groups:
 
     def give_parts(self, walk: ModelWalk, compiled: bool, *, again: bool) -> None:
         """Give groups of float32 adapters on halves their parts, split anew where a weight has changed."""
+        for group in self._others:
+            group.parts = None
         if not self._wide or (self._split is not None and again):  # in a backward none has
             return
         each, now = [*map(_WEIGHT, self._weights)], (steps_taken(), compiled)

@@ -288,3 +288,28 @@ def test_other_adapters_that_take_more_memory_are_weighed_anew(first, monkeypatc
         model.set_adapter(name)
         assert [wide is not None for wide in columns()] == ([True] if name == "default" else [False, False])
     assert caplog.text.count("are multiplied one by one") == 1
+
+
+def test_parts_of_a_group_that_was_none_of_halves_at_first_are_of_its_weights_now(monkeypatch):
+    """As when oneDNN, which multiplies bfloat16 on a CPU, is switched on between two forwards."""
+    fits, model, x = (
+        [False],
+        in_halves(r=8, target_modules=["down_proj"]),
+        torch.ones(2, 48, dtype=torch.bfloat16).to(DEVICE),
+    )
+    monkeypatch.setattr(lora, "_halves_fit", lambda _: fits[0])
+    walk, layer = ModelWalk.of(causal_lm(model)), layer_of(model)
+
+    def result():
+        with torch.no_grad(), one_pass_adapters(walk):
+            return layer(x)
+
+    result()
+    fits[0] = True
+    before = result()
+    with torch.no_grad():
+        layer.lora_B["default"].weight.mul_(3)
+    after = result()
+    assert not torch.equal(after, before)
+    walk.kept.pop("groups")
+    assert torch.equal(result(), after)
